@@ -1,0 +1,94 @@
+"""Immutable, ordered SSA graph of operators. KV caches are ordinary inputs and outputs, never hidden mutation.
+
+Owns the data structure, its lookups and its structural hash. Rules are checked by ``verifier.py``; the text form is in
+``text.py``; graphs are made by ``builder.py`` and rewritten by the passes in ``compiler/``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from flexspec.types import Role, TensorType
+
+Attr = int | float | str | bool | tuple[int, ...] | tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A named tensor. Names are unique in a graph."""
+
+    name: str
+    type: TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operator call: ``outputs = op(inputs) {attrs}``. ``attrs`` is sorted by key."""
+
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[Value, ...]
+    attrs: tuple[tuple[str, Attr], ...] = ()
+
+    def attr(self, key: str) -> Attr:
+        """The attribute ``key``. Raises KeyError if the node does not carry it."""
+        for name, value in self.attrs:
+            if name == key:
+                return value
+        raise KeyError(f"{self.op} has no attribute {key!r}")
+
+    def with_attr(self, key: str, value: Attr) -> Node:
+        merged = dict(self.attrs) | {key: value}
+        return replace(self, attrs=tuple(sorted(merged.items())))
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Inputs, nodes in execution order, and the names of the outputs."""
+
+    name: str
+    inputs: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...]
+
+    def values(self) -> Iterator[Value]:
+        """All values in order of definition."""
+        yield from self.inputs
+        for node in self.nodes:
+            yield from node.outputs
+
+    def types(self) -> dict[str, TensorType]:
+        return {value.name: value.type for value in self.values()}
+
+    def inputs_of(self, role: Role) -> tuple[Value, ...]:
+        return tuple(value for value in self.inputs if value.type.role is role)
+
+    def producers(self) -> dict[str, int]:
+        """Value name -> index of the node that defines it; graph inputs are absent."""
+        return {value.name: i for i, node in enumerate(self.nodes) for value in node.outputs}
+
+    def users(self) -> dict[str, list[int]]:
+        """Value name -> indices of the nodes that read it."""
+        table: dict[str, list[int]] = {value.name: [] for value in self.values()}
+        for i, node in enumerate(self.nodes):
+            for name in dict.fromkeys(node.inputs):
+                table[name].append(i)
+        return table
+
+    def hash(self) -> str:
+        """Structural hash: equal for graphs that differ only in the names of intermediate values and in ``name``."""
+        ids: dict[str, str] = {}
+        lines: list[str] = []
+        for i, value in enumerate(self.inputs):
+            stable = value.name if value.type.role is Role.WEIGHT else f"in{i}"
+            ids[value.name] = stable
+            lines.append(f"{stable}={value.type}")
+        for i, node in enumerate(self.nodes):
+            lines.append(f"{node.op}({','.join(ids[n] for n in node.inputs)}){node.attrs!r}")
+            for j, value in enumerate(node.outputs):
+                ids[value.name] = f"n{i}.{j}"
+                lines.append(str(value.type))
+        lines.append("return " + ",".join(ids[n] for n in self.outputs))
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()

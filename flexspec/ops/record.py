@@ -1,0 +1,124 @@
+"""The operator record: everything the rest of the system knows about an operator, in one place.
+
+An operator family is one file in this folder; it builds records and registers them with :func:`register`. Verifier,
+cost model, partitioner, executors, code generators and docs read records and never test an operator's name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flexspec.errors import GraphError
+from flexspec.graph import Attr, Node
+from flexspec.types import TensorType
+
+if TYPE_CHECKING:
+    import torch
+
+Attrs = Mapping[str, Attr]
+ShapeRule = Callable[[Sequence[TensorType], Attrs], tuple[TensorType, ...]]
+Count = Callable[[Sequence[TensorType], Sequence[TensorType], Attrs, dict[str, int]], int]
+Reference = Callable[[Sequence["torch.Tensor"], Attrs], tuple["torch.Tensor", ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class TpLayout:
+    """One legal tensor-parallel layout.
+
+    ``inputs`` and ``outputs`` give, per operand, the dim index that is split over the TP axis, None for replicated, or
+    "partial" for a partial sum. ``collective`` is what makes the output whole again ("all_reduce", "all_gather", or
+    None when consumers take it split).
+    """
+
+    name: str
+    inputs: tuple[int | str | None, ...]
+    outputs: tuple[int | str | None, ...]
+    collective: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelKey:
+    """Which kernel family runs the operator on each backend.
+
+    ``cpu`` names a C++ template in kernels/templates/cpu (or "rowwise" with ``cpu_expr``: a C++ expression over
+    ``x0, x1, ...`` of type float, applied element by element). ``triton`` names a Triton template or "torch" when the
+    reference (cuBLAS through torch) is the kernel.
+    """
+
+    cpu: str
+    triton: str = "torch"
+    cpu_expr: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpRecord:
+    """One operator. ``shape`` raises GraphError with the operand types when they do not fit."""
+
+    name: str
+    doc: str
+    arity: tuple[int, int]  # least and most inputs
+    shape: ShapeRule
+    flops: Count
+    bytes: Count
+    layouts: tuple[TpLayout, ...]
+    reference: Reference
+    kernel: KernelKey
+    attrs: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
+    optional_attrs: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
+
+
+_RECORDS: dict[str, OpRecord] = {}
+
+
+def register(record: OpRecord) -> OpRecord:
+    """Add a record to the table. A second registration of a name is our own bug."""
+    assert record.name not in _RECORDS, f"operator {record.name} is declared twice"
+    _RECORDS[record.name] = record
+    return record
+
+
+def _load_all() -> None:
+    import flexspec.ops as package
+
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name != "record":
+            importlib.import_module(f"flexspec.ops.{module.name}")
+
+
+def all_records() -> dict[str, OpRecord]:
+    """Every operator, by name; imports each family file once."""
+    _load_all()
+    return dict(sorted(_RECORDS.items()))
+
+
+def record_of(node: Node | str) -> OpRecord:
+    """The record of an operator. Raises GraphError naming the nearest known operators."""
+    name = node if isinstance(node, str) else node.op
+    if name not in _RECORDS:
+        _load_all()
+    if name not in _RECORDS:
+        import difflib
+
+        near = difflib.get_close_matches(name, _RECORDS, n=3) or sorted(_RECORDS)
+        raise GraphError(
+            f"unknown operator {name!r}",
+            f"one of {', '.join(near)}",
+            "use a known operator or add one file to flexspec/ops that registers it",
+        )
+    return _RECORDS[name]
+
+
+def io_bytes(
+    inputs: Sequence[TensorType], outputs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]
+) -> int:
+    """Bytes moved when every operand is read or written once: the usual ``bytes`` rule."""
+    del attrs
+    return sum(t.bytes(sizes) for t in (*inputs, *outputs))
+
+
+def unused(*_: Any) -> None:
+    """Mark parameters that a rule's signature needs and its body does not."""

@@ -1,0 +1,54 @@
+"""What the engine promises its callers (server, CLI, benchmarks): requests in, text deltas out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from flexspec.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """Counts of one request. ``rounds`` are verify passes after prefill; speculation committed tokens / rounds."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one commit added. ``finish_reason``: None, "stop", "length", "cancelled", "error" (then ``error`` says why)."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    stats: RequestStats = field(default_factory=RequestStats)
+    error: str | None = None
+
+
+OnDelta = Callable[[Delta], None]
+
+
+class EngineClient(Protocol):
+    """The engine as the server sees it; all methods are thread-safe.
+
+    ``submit`` raises RequestError/CapacityError at once for prompts that can never fit. ``on_delta`` is called from the
+    engine's thread, in order, the last call carrying a finish_reason.
+    """
+
+    def submit(self, prompt_ids: list[int], params: SamplingParams, on_delta: OnDelta) -> int: ...
+
+    def cancel(self, request_id: int) -> None:
+        """Stop a request and free its KV; unknown or finished ids are fine."""
+        ...
+
+    def last_step_age_s(self) -> float:
+        """Seconds since the engine last finished a step (or since it was last idle)."""
+        ...
