@@ -24,7 +24,7 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one commit added. ``finish_reason``: None, "stop", "length", "cancelled", "error" (then ``error`` says why)."""
+    """What one commit added. ``finish_reason``: None, "stop", "length", "cancelled", "error" (see ``error``)."""
 
     text: str
     token_ids: tuple[int, ...]

@@ -42,12 +42,13 @@ class StepBatch:
         request_T = np.repeat(np.arange(len(self.contexts_R)), np.diff(starts))
         logical = self.contexts_R[request_T] + np.arange(len(self.ids_T)) - starts[request_T]
         pages = self.page_table_RB[request_T, logical // PAGE_TOKENS]
-        return (pages * PAGE_TOKENS + logical % PAGE_TOKENS).astype(np.int32)
+        slots_T: NDArray[np.int32] = (pages * PAGE_TOKENS + logical % PAGE_TOKENS).astype(np.int32)
+        return slots_T
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``argmax_L`` is always there (lowest index wins a tie); logits only when asked; features if the model has them."""
+    """``argmax_L`` is always there (lowest index wins a tie); logits when asked; features if the model has them."""
 
     argmax_L: NDArray[np.int32]
     logits_LV: NDArray[np.float32] | None

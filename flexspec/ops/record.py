@@ -112,9 +112,7 @@ def record_of(node: Node | str) -> OpRecord:
     return _RECORDS[name]
 
 
-def io_bytes(
-    inputs: Sequence[TensorType], outputs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]
-) -> int:
+def io_bytes(inputs: Sequence[TensorType], outputs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
     """Bytes moved when every operand is read or written once: the usual ``bytes`` rule."""
     del attrs
     return sum(t.bytes(sizes) for t in (*inputs, *outputs))
