@@ -1,0 +1,83 @@
+"""The ``flexspec`` command: picks the subcommand, runs it, and turns typed errors into one line and an exit code.
+
+A subcommand is one module of this folder with ``add_arguments(parser)`` and ``run(args) -> int``, listed in COMMANDS.
+Only the module of the command that was asked for is imported, so ``flexspec --help`` stays fast. Exit codes: 0 done,
+1 a check or run failed, 2 wrong usage or a user error, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from flexspec import __version__
+from flexspec.errors import FlexspecError
+
+COMMANDS: dict[str, str] = {
+    "compile": "compile a model and its SSM into one artifact, NAME.fspec",
+    "generate": "complete one prompt with an artifact, with or without speculation",
+    "serve": "serve an artifact over an OpenAI-compatible HTTP interface",
+    "inspect": "show what an artifact or a model file holds",
+    "tune": "train an SSM for a model on text that the model writes itself",
+}
+
+EPILOG = """\
+example:
+  flexspec compile model.gguf --ssm ssm/smollm2-135m -o model.fspec
+  flexspec generate model.fspec "Why is the sky blue?"
+  flexspec serve model.fspec --port 8000
+
+Set FLEXSPEC_DEBUG=1 to see the full traceback of an error.
+"""
+
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser; only ``command``'s own arguments are filled in, the others are there by name and help line."""
+    parser = argparse.ArgumentParser(
+        prog="flexspec",
+        description="Compile and serve language models with lossless token-tree speculation.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"flexspec {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, help_line in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name,
+            help=help_line,
+            description=help_line[0].upper() + help_line[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if name == command:
+            module = importlib.import_module(f"flexspec.cli.{name}")
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code. argparse itself exits with 2 on wrong usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # The top level has no option that takes a value, so the first word that is not an option is the command.
+    command = next((word for word in arguments if not word.startswith("-")), None)
+    args = build_parser(command).parse_args(arguments)
+    try:
+        return int(args.run(args))
+    except FlexspecError as error:
+        if os.environ.get("FLEXSPEC_DEBUG"):
+            raise
+        print(f"flexspec {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left (``| head``); keep the interpreter's last flush from complaining about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

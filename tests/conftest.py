@@ -1,0 +1,39 @@
+"""Rules of every test run: one thread for torch and BLAS, no network beyond loopback, the same examples each time."""
+
+from __future__ import annotations
+
+import os
+
+# Before numpy or torch is imported anywhere: their thread pools read these once.
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_variable] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("flexspec", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("flexspec")
+
+_LOOPBACK_PREFIXES = ("127.", "::1", "localhost")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_network() -> Iterator[None]:
+    """Refuse connections to other machines: a test that needs one is wrong, and would fail elsewhere."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        is_internet = self.family in (socket.AF_INET, socket.AF_INET6)
+        if is_internet and not str(address[0]).startswith(_LOOPBACK_PREFIXES):
+            raise RuntimeError(f"a test tried to reach {address!r}; tests use loopback only")
+        connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", guarded)
+        yield
