@@ -96,6 +96,16 @@ class CapacityError(FlexspecError):
     code = "FS502"
 
 
+class QueueFullError(CapacityError):
+    """No room for a request right now (HTTP 503); it may come again after ``retry_after_s`` seconds."""
+
+    code = "FS503"
+
+    def __init__(self, found: str, expected: str, fix: str, *, retry_after_s: int = 1) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(found, expected, fix)
+
+
 class EngineError(FlexspecError):
     """The engine cannot go on: a step failed or a worker is gone."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 
 from flexspec.errors import RequestError
 
@@ -46,7 +44,7 @@ class SamplingParams:
 
 
 def _check(name: str, value: float, low: float, high: float) -> None:
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:  # refuses NaN too, and integers too large for a float
         raise RequestError(
             f"{name}={value!r}", f"a number from {low:g} to {high:g}", f"send {name} inside that range", param=name
         )

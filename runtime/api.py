@@ -36,11 +36,21 @@ class Delta:
 OnDelta = Callable[[Delta], None]
 
 
-class EngineClient(Protocol):
-    """The engine as the server sees it; all methods are thread-safe.
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Requests in the engine now. ``failure`` says why it cannot go on; None while it can."""
 
-    ``submit`` raises RequestError/CapacityError at once for prompts that can never fit. ``on_delta`` is called from the
-    engine's thread, in order, the last call carrying a finish_reason.
+    running: int = 0
+    queued: int = 0
+    failure: str | None = None
+
+
+class EngineClient(Protocol):
+    """The engine as the server sees it; all methods are thread-safe and return at once (never wait for a step).
+
+    ``submit`` raises RequestError/CapacityError at once for prompts that can never fit, QueueFullError when there is no
+    room now, EngineError after a failure. ``on_delta`` is called from the engine's thread, in order, the last call
+    carrying a finish_reason and the request's final stats; it never blocks and never raises.
     """
 
     def submit(self, prompt_ids: list[int], params: SamplingParams, on_delta: OnDelta) -> int: ...
@@ -51,4 +61,8 @@ class EngineClient(Protocol):
 
     def last_step_age_s(self) -> float:
         """Seconds since the engine last finished a step (or since it was last idle)."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """Requests running and queued, and the failure if there was one."""
         ...
