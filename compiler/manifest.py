@@ -1,0 +1,136 @@
+"""The manifest of an artifact: what is in the folder, what made it, and how to make it again.
+
+Owns manifest.json: its text form, its own checksum, the rule for names inside an artifact. It reads and writes no
+other file. The text is canonical (sorted keys, fixed separators), so equal contents are equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from flexspec.errors import ArtifactError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+Json = Any  # what json.loads gives; checked where it is used
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@=-]*(/[A-Za-z0-9_][A-Za-z0-9_.+@=-]*)*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size and digest of one file."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Contents of manifest.json.
+
+    ``targets`` are the machines the kernels were built for (``x86-64-amx``, ``sm_90``, ...), ``tools`` the versions
+    that made it, ``rebuild`` the command that makes it again, ``fields`` whatever the compiler wants to record.
+    """
+
+    flexspec_version: str
+    targets: tuple[str, ...]
+    tools: Mapping[str, str]
+    rebuild: str
+    files: Mapping[str, FileEntry]
+    fields: Mapping[str, Json] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+
+def is_valid_name(name: str) -> bool:
+    """A relative POSIX path of plain components: no ``..``, no hidden file, nothing absolute, not the manifest."""
+    return len(name) <= 255 and _NAME.fullmatch(name) is not None and name != MANIFEST_NAME
+
+
+def rebuild_command(argv: Sequence[str]) -> str:
+    """``argv`` as one shell line; absolute paths are cut to their last part, so that it is the same on any machine."""
+    return shlex.join(PurePosixPath(word).name if word.startswith("/") else word for word in argv)
+
+
+def canonical_json(value: Json) -> bytes:
+    """Bytes that depend on the value only. Raises ValueError or TypeError for what JSON cannot hold."""
+    text = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The text of manifest.json, closed by a digest over everything else in it."""
+    body: dict[str, Json] = {
+        "format_version": manifest.format_version,
+        "flexspec_version": manifest.flexspec_version,
+        "targets": list(manifest.targets),
+        "tools": dict(manifest.tools),
+        "rebuild": manifest.rebuild,
+        "files": {name: {"bytes": f.size_bytes, "sha256": f.sha256} for name, f in manifest.files.items()},
+        "fields": dict(manifest.fields),
+    }
+    return canonical_json(body | {"sha256": hashlib.sha256(canonical_json(body)).hexdigest()})
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """Parse and check manifest.json of the artifact ``where``.
+
+    Raises ArtifactError for anything but an unharmed manifest of this format version.
+    """
+    fix = f"rebuild it: flexspec compile MODEL -o {where}"
+    expected = f"manifest.json of an artifact of format version {FORMAT_VERSION}"
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        raise ArtifactError(f"{where}: {MANIFEST_NAME} is not JSON", expected, fix) from None
+    if not isinstance(body, dict) or type(body.get("format_version")) is not int:
+        raise ArtifactError(f"{where}: {MANIFEST_NAME} has no format_version", expected, fix)
+    if body["format_version"] != FORMAT_VERSION:
+        raise ArtifactError(f"{where}: format version {body['format_version']}", expected, fix)
+    digest = body.pop("sha256", None)
+    if digest != _digest(body):
+        raise ArtifactError(f"{where}: {MANIFEST_NAME} does not match its own checksum", expected, fix)
+    manifest = _parse(body)
+    if manifest is None:
+        raise ArtifactError(f"{where}: {MANIFEST_NAME} lacks a field or has one of a wrong type", expected, fix)
+    return manifest
+
+
+def _digest(body: Json) -> str | None:
+    try:
+        return hashlib.sha256(canonical_json(body)).hexdigest()
+    except (ValueError, RecursionError):  # NaN, lone surrogates: valid for json.loads, never written by us
+        return None
+
+
+def _parse(body: dict[str, Json]) -> Manifest | None:
+    """The manifest, or None. A right checksum with wrong types means another program wrote it."""
+    files: dict[str, FileEntry] = {}
+    try:
+        for name, entry in body["files"].items():
+            size, digest = entry["bytes"], entry["sha256"]
+            if not is_valid_name(name) or type(size) is not int or size < 0 or not _SHA256.fullmatch(digest):
+                return None
+            files[name] = FileEntry(size, digest)
+        texts = [body["flexspec_version"], body["rebuild"], *body["targets"], *body["tools"].values()]
+        if not all(isinstance(text, str) for text in texts) or not isinstance(body["fields"], dict):
+            return None
+        return Manifest(
+            flexspec_version=body["flexspec_version"],
+            targets=tuple(body["targets"]),
+            tools=body["tools"],
+            rebuild=body["rebuild"],
+            files=files,
+            fields=body["fields"],
+        )
+    except (KeyError, TypeError, AttributeError):
+        return None
