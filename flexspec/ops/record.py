@@ -30,8 +30,8 @@ class TpLayout:
     """One legal tensor-parallel layout.
 
     ``inputs`` and ``outputs`` give, per operand, the dim index that is split over the TP axis, None for replicated, or
-    "partial" for a partial sum. ``collective`` is what makes the output whole again ("all_reduce", "all_gather", or
-    None when consumers take it split).
+    "partial" for a partial sum; the last entry also stands for all further operands. ``collective`` is what makes the
+    output whole again ("all_reduce", "all_gather", or None when consumers take it split).
     """
 
     name: str

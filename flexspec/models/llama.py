@@ -1,0 +1,137 @@
+"""Llama and the families that differ from it by switches: Llama 2/3, SmolLM2, Mistral, Qwen2/2.5 and Qwen3."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from flexspec.builder import GraphBuilder, StepInputs
+from flexspec.errors import ModelConfigError
+from flexspec.graph import Graph, Value
+from flexspec.models.config import ModelConfig
+from flexspec.models.registry import register_family
+from flexspec.ops.rope import KINDS
+from flexspec.types import DType
+
+
+def build_llama(config: ModelConfig, dtype: DType, *, taps: tuple[int, ...] = (), name: str = "llm") -> Graph:
+    """One step of the model. Raises ModelConfigError for a contradictory configuration.
+
+    ``taps``: numbers of layers after which the hidden state [T,E] is also an output, increasing (0 is the embedding);
+    with any, the final normed state follows as the last tap.
+    """
+    check_config(config)
+    _check_taps(config, taps)
+    b = GraphBuilder(name, dtype)
+    step = b.step_inputs()
+    embedding = b.weight("embed_tokens.weight", (config.vocab_size, config.hidden_size))
+    names = {layers: f"tap{i}_TE" for i, layers in enumerate(taps)}
+    x = b.embedding(step.ids_T, embedding, name=names.get(0, ""))
+    tapped = [x] if 0 in names else []
+    caches: list[Value] = []
+    for i in range(config.layers):
+        x, *new = decoder_layer(b, step, config, x, f"layers.{i}", name=names.get(i + 1, ""))
+        caches += new
+        tapped += [x] if i + 1 in names else []
+    norm = b.weight("norm.weight", (config.hidden_size,))
+    if taps:
+        x = b.rms_norm(x, norm, config.norm_eps, name=f"tap{len(taps)}_TE")
+        rows = b.select_rows(x, step.logit_rows_L)
+        tapped.append(x)
+    else:
+        rows = b.rms_norm(b.select_rows(x, step.logit_rows_L), norm, config.norm_eps)
+    head = embedding if config.tied_embeddings else b.weight("lm_head.weight", embedding_dims(config))
+    return b.finish(b.linear(rows, head, name="logits_LV"), *tapped, *caches)
+
+
+def embedding_dims(config: ModelConfig) -> tuple[int, int]:
+    """[V,E] of the embedding and the LM head."""
+    return config.vocab_size, config.hidden_size
+
+
+def decoder_layer(
+    b: GraphBuilder, step: StepInputs, config: ModelConfig, x_TE: Value, prefix: str, *, name: str = ""
+) -> tuple[Value, Value, Value]:
+    """Attention and MLP with their residuals: (x [T,E] called ``name``, new k cache, new v cache)."""
+    h = b.rms_norm(x_TE, b.weight(f"{prefix}.input_layernorm.weight", (config.hidden_size,)), config.norm_eps)
+    attended, k_new, v_new = _attention(b, step, config, h, prefix)
+    x = b.add(x_TE, attended)
+    h = b.rms_norm(x, b.weight(f"{prefix}.post_attention_layernorm.weight", (config.hidden_size,)), config.norm_eps)
+    return b.add(x, _mlp(b, config, h, f"{prefix}.mlp"), name=name), k_new, v_new
+
+
+def _attention(
+    b: GraphBuilder, step: StepInputs, config: ModelConfig, h_TE: Value, prefix: str
+) -> tuple[Value, Value, Value]:
+    part = f"{prefix}.self_attn"
+    q_width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    q = _linear(b, h_TE, f"{part}.q_proj", q_width, config.qkv_bias)
+    k = _linear(b, h_TE, f"{part}.k_proj", kv_width, config.qkv_bias)
+    v = _linear(b, h_TE, f"{part}.v_proj", kv_width, config.qkv_bias)
+    q, k, v = b.split_heads(q, config.heads), b.split_heads(k, config.kv_heads), b.split_heads(v, config.kv_heads)
+    if config.qk_norm:
+        q = b.rms_norm(q, b.weight(f"{part}.q_norm.weight", (config.head_dim,)), config.norm_eps)
+        k = b.rms_norm(k, b.weight(f"{part}.k_norm.weight", (config.head_dim,)), config.norm_eps)
+    q = b.rope(q, step.positions_T, config.rope, config.max_positions)
+    k = b.rope(k, step.positions_T, config.rope, config.max_positions)
+    k_cache = b.kv_cache(f"{prefix}.k_cache", config.kv_heads, config.head_dim)
+    v_cache = b.kv_cache(f"{prefix}.v_cache", config.kv_heads, config.head_dim)
+    o, k_new, v_new = b.attention(q, k, v, k_cache, v_cache, step, config.head_dim**-0.5)
+    return _linear(b, b.merge_heads(o), f"{part}.o_proj", config.hidden_size, config.output_bias), k_new, v_new
+
+
+def _mlp(b: GraphBuilder, config: ModelConfig, h_TE: Value, part: str) -> Value:
+    gate = _linear(b, h_TE, f"{part}.gate_proj", config.ffn_size, config.mlp_bias)
+    up = _linear(b, h_TE, f"{part}.up_proj", config.ffn_size, config.mlp_bias)
+    return _linear(b, b.swiglu(gate, up), f"{part}.down_proj", config.hidden_size, config.mlp_bias)
+
+
+def _linear(b: GraphBuilder, x: Value, part: str, width: int, biased: bool) -> Value:
+    weight = b.weight(f"{part}.weight", (width, x.type.dims[-1]))
+    return b.linear(x, weight, b.weight(f"{part}.bias", (width,)) if biased else None)
+
+
+def check_config(config: ModelConfig) -> None:
+    """Raise ModelConfigError for sizes or rotary settings that no graph can be built from."""
+    sizes = ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "ffn_size", "max_positions")
+    for field in sizes:
+        if getattr(config, field) <= 0:
+            raise _bad(f"{field}={getattr(config, field)}", "a size above 0")
+    if config.heads % config.kv_heads:
+        raise _bad(f"heads={config.heads}, kv_heads={config.kv_heads}", "heads that are a multiple of kv_heads")
+    if config.head_dim % 2:
+        raise _bad(f"head_dim={config.head_dim}", "an even head_dim (rotary pairs)")
+    if config.norm_eps <= 0.0:
+        raise _bad(f"norm_eps={config.norm_eps}", "a norm_eps above 0")
+    if config.rope.kind not in KINDS:
+        raise _bad(f"rope kind {config.rope.kind!r}", f"one of {', '.join(KINDS)}")
+    if config.rope.kind in ("llama3", "yarn") and config.rope.original_max_positions <= 0:
+        raise _bad(f"rope kind {config.rope.kind} without original_max_positions", "the original context length")
+    if config.rope.theta <= 1.0 or config.rope.factor <= 0.0:
+        raise _bad(f"rope theta={config.rope.theta}, factor={config.rope.factor}", "theta above 1 and factor above 0")
+
+
+def check_sliding_window(window: int | None, max_positions: int) -> None:
+    """Refuse a model that limits attention to a window shorter than its context; None or 0 is no window.
+
+    The loaders call it: a ModelConfig has no window, since every committed token is attended to.
+    """
+    if window and window < max_positions:
+        raise ModelConfigError(
+            f"sliding_window={window} with a context of {max_positions} tokens",
+            "full attention over the context",
+            f"load the model with max_positions of at most {window}, or use a model without a sliding window",
+        )
+
+
+def _check_taps(config: ModelConfig, taps: tuple[int, ...]) -> None:
+    increasing = all(a < b for a, b in pairwise(taps))
+    if not increasing or any(not 0 <= tap <= config.layers for tap in taps):
+        raise _bad(f"taps={taps}", f"increasing numbers of layers from 0 to {config.layers}")
+
+
+def _bad(found: str, expected: str) -> ModelConfigError:
+    return ModelConfigError(found, expected, "correct the model's configuration file")
+
+
+for _family in ("llama", "mistral", "qwen2", "qwen3"):
+    register_family(_family, build_llama)

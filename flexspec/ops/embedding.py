@@ -1,0 +1,90 @@
+"""Row lookups: embedding (rows of a weight by token id) and select_rows (rows of an activation by index)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flexspec.ops.checks import activation, require
+from flexspec.ops.record import Attrs, KernelKey, OpRecord, TpLayout, register
+from flexspec.types import DType, TensorType
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _lookup_shape(op: str, table: TensorType, index: TensorType, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
+    require(index.dtype is DType.I32 and len(index.dims) == 1, op, types, "i32 indices of rank 1")
+    require(table.dtype.is_float and len(table.dims) == 2, op, types, "a floating tensor of rank 2 to read rows from")
+    return (activation(table, (index.dims[0], table.dims[1])),)
+
+
+def _embedding_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
+    del attrs
+    return _lookup_shape("embedding", types[1], types[0], types)
+
+
+def _select_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
+    del attrs
+    return _lookup_shape("select_rows", types[0], types[1], types)
+
+
+def _flops(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
+    """A copy: one operation an element, so that a schedule by flops still sees it."""
+    del ins, attrs
+    return outs[0].elements(sizes)
+
+
+def _embedding_bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
+    """Ids, plus the rows read and written; the rest of the table is not touched."""
+    del attrs
+    return ins[0].bytes(sizes) + 2 * outs[0].bytes(sizes)
+
+
+def _select_bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
+    del attrs
+    return ins[1].bytes(sizes) + 2 * outs[0].bytes(sizes)
+
+
+def _embedding(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
+    del attrs
+    ids, table = inputs
+    return (table[ids.long()],)
+
+
+def _select(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
+    del attrs
+    x, rows = inputs
+    return (x[rows.long()],)
+
+
+EMBEDDING = register(
+    OpRecord(
+        name="embedding",
+        doc="Rows of weight [V,E] by token id [T].",
+        arity=(2, 2),
+        shape=_embedding_shape,
+        flops=_flops,
+        bytes=_embedding_bytes,
+        layouts=(
+            TpLayout("replicated", (None, None), (None,)),
+            TpLayout("hidden", (None, 1), (1,), "all_gather"),
+        ),
+        reference=_embedding,
+        kernel=KernelKey(cpu="embedding"),
+    )
+)
+
+SELECT_ROWS = register(
+    OpRecord(
+        name="select_rows",
+        doc="Rows of x [T,E] by index [L]: only the rows whose logits are wanted go through the LM head.",
+        arity=(2, 2),
+        shape=_select_shape,
+        flops=_flops,
+        bytes=_select_bytes,
+        layouts=(TpLayout("replicated", (None, None), (None,)), TpLayout("hidden", (1, None), (1,))),
+        reference=_select,
+        kernel=KernelKey(cpu="select_rows"),
+    )
+)
