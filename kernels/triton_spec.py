@@ -1,0 +1,221 @@
+"""What a generated attention kernel is specialised for, how it is tiled, and what the targets allow.
+
+Shape letters: T rows of the step, R requests, H query heads, G kv heads, D head dim, B pages of a request, P pages of
+the pool, W ancestor words. Owns plain data only: no Triton, no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexspec.errors import CompileError
+from flexspec.types import DType
+
+PAGE_TOKENS = 32  # same constant as runtime/step.py, which this layer may not import
+MODES = ("tree_verify", "incremental")
+DTYPES = {DType.F32: "fp32", DType.F16: "fp16", DType.BF16: "bf16"}  # our name -> Triton's
+MAX_MASK_WORDS = 8
+MAX_ROW_TILE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One specialisation of the attention kernel.
+
+    ``group`` query heads share a kv head; ``mask_words`` 64-bit ancestor words a row carries; ``row_tile`` rows
+    (token x query head of the group) one program works on. Raises CompileError for a variant no kernel can serve.
+    """
+
+    mode: str
+    head_dim: int
+    group: int
+    mask_words: int
+    dtype: DType
+    row_tile: int
+    page_tokens: int = PAGE_TOKENS
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, found: str, expected: str) -> None:
+            if not ok:
+                raise CompileError(f"attention variant with {found}", expected, "choose a variant inside these limits")
+
+        need(self.mode in MODES, f"mode {self.mode!r}", f"one of {', '.join(MODES)}")
+        need(self.dtype in DTYPES, f"dtype {self.dtype.value}", "f32, f16 or bf16")
+        dim_ok = self.head_dim % 16 == 0 and 16 <= self.head_dim <= 256
+        need(dim_ok, f"head_dim {self.head_dim}", "a multiple of 16 from 16 to 256")
+        need(1 <= self.mask_words <= MAX_MASK_WORDS, f"mask_words {self.mask_words}", f"1 to {MAX_MASK_WORDS}")
+        tile_ok = _is_power_of_two(self.row_tile) and max(16, self.group) <= self.row_tile <= MAX_ROW_TILE
+        need(self.group >= 1 and tile_ok, f"row_tile {self.row_tile} for a group of {self.group}",
+             f"a power of two from 16 to {MAX_ROW_TILE} that holds the group")  # fmt: skip
+        page_ok = _is_power_of_two(self.page_tokens) and self.page_tokens >= 16
+        need(page_ok, f"page_tokens {self.page_tokens}", "a power of two of at least 16")
+
+    @property
+    def tokens_per_tile(self) -> int:
+        """Tokens whose rows fill one tile; a group that is no power of two leaves the last rows of a tile empty."""
+        return self.row_tile // self.group
+
+    @property
+    def name(self) -> str:
+        """File-name safe and unique: ``tree_verify_d128_g4_w1_p32_r64_bf16``."""
+        return (
+            f"{self.mode}_d{self.head_dim}_g{self.group}_w{self.mask_words}"
+            f"_p{self.page_tokens}_r{self.row_tile}_{self.dtype.value}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How a variant is tiled: keys per block, warps, pipeline stages, and whether the prefix has its own loop.
+
+    ``two_loops`` keeps the mask out of the prefix loop at the price of twice the code; on a variant that is short of
+    registers the single masked loop may be the one that does not spill.
+    """
+
+    block_keys: int
+    warps: int
+    stages: int
+    two_loops: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"k{self.block_keys}_w{self.warps}_s{self.stages}_{'two' if self.two_loops else 'one'}"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Attention of one model as one rank runs it: what an artifact is compiled for.
+
+    ``max_tree_tokens`` is the most rows a request that is not causal can have in a step.
+    """
+
+    mode: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: DType
+    max_tree_tokens: int
+
+    def variant(self) -> Variant:
+        """The kernel variant that serves this shape. Raises CompileError when none does."""
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise CompileError(
+                f"{self.heads} query heads over {self.kv_heads} kv heads", "a multiple of the kv heads",
+                "check heads and kv_heads of the model and the TP degree",
+            )  # fmt: skip
+        group = self.heads // self.kv_heads
+        words = max(1, -(-self.max_tree_tokens // 64))
+        tile = row_tile_for(self.mode, group, self.max_tree_tokens)
+        return Variant(self.mode, self.head_dim, group, words, self.dtype, tile)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelParam:
+    """One argument of a kernel in call order. ``kind`` is Triton's name of the type; ``*`` marks a pointer."""
+
+    name: str
+    kind: str
+
+    @property
+    def is_pointer(self) -> bool:
+        return self.kind.startswith("*")
+
+
+def kernel_params(entry: str, dtype: DType) -> tuple[KernelParam, ...]:
+    """Arguments of ``attend`` or ``merge`` in call order: the ABI between launcher and binary."""
+    element = f"*{DTYPES[dtype]}"
+    table = _ATTEND_PARAMS if entry == "attend" else _MERGE_PARAMS
+    return tuple(KernelParam(name, element if kind == "*" else kind) for name, kind in table)
+
+
+_ATTEND_PARAMS = (
+    ("q", "*"), ("k_cache", "*"), ("v_cache", "*"), ("page_table", "*i32"), ("starts", "*i32"), ("contexts", "*i32"),
+    ("causal", "*i32"), ("ancestors", "*i64"), ("tiles", "*i32"), ("out", "*"), ("partial", "*fp32"),
+    ("partial_lse", "*fp32"), ("scale", "fp32"), ("pages_per_request", "i32"), ("kv_heads", "i32"), ("splits", "i32"),
+    ("split_keys", "i32"),
+)  # fmt: skip
+_MERGE_PARAMS = (("partial", "*fp32"), ("partial_lse", "*fp32"), ("out", "*"), ("rows", "i32"), ("splits", "i32"))
+MERGE_WARPS, MERGE_STAGES = 4, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A GPU architecture binaries are made for. ``shared_limit_bytes`` is what one block may use."""
+
+    name: str
+    backend: str  # Triton's: cuda or hip
+    arch: int | str
+    warp_size: int
+    shared_limit_bytes: int
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", "cuda", 80, 32, 163 * 1024),
+        Target("sm_86", "cuda", 86, 32, 99 * 1024),
+        Target("sm_89", "cuda", 89, 32, 99 * 1024),
+        Target("sm_90", "cuda", 90, 32, 227 * 1024),
+        Target("sm_100", "cuda", 100, 32, 227 * 1024),
+        Target("gfx942", "hip", "gfx942", 64, 64 * 1024),
+    )
+}
+
+
+def target_of(name: str) -> Target:
+    """The target of that name. Raises CompileError listing the known ones."""
+    if name not in TARGETS:
+        raise CompileError(f"target {name!r}", f"one of {', '.join(TARGETS)}", "name a known target")
+    return TARGETS[name]
+
+
+# Best first: wide key blocks and deep pipelines while they fit, then less of each, then the one-loop form.
+_CONFIGS = (
+    TileConfig(64, 4, 3),
+    TileConfig(64, 8, 3),
+    TileConfig(64, 8, 2),
+    TileConfig(32, 4, 3),
+    TileConfig(32, 8, 3),
+    TileConfig(32, 8, 2),
+    TileConfig(32, 4, 2),
+    TileConfig(32, 8, 2, two_loops=False),
+    TileConfig(16, 8, 2, two_loops=False),
+    TileConfig(16, 4, 1, two_loops=False),
+)
+
+
+def candidate_configs(variant: Variant, target: Target) -> tuple[TileConfig, ...]:
+    """Tile configurations to try in order. float32 starts at 32 keys: its blocks are twice as wide in bytes."""
+    del target  # the same order for all targets so far; the budget check sorts them out
+    if variant.dtype is DType.F32 or variant.head_dim > 128:
+        return tuple(config for config in _CONFIGS if config.block_keys <= 32)
+    return _CONFIGS
+
+
+def dim_parts(head_dim: int) -> tuple[tuple[int, int], ...]:
+    """(offset, width) pieces of the head dim: powers of two of at least 16, largest first (80 = 64 + 16).
+
+    Triton's ranges are powers of two; a padded range would waste up to half of the multiply work and registers.
+    """
+    parts: list[tuple[int, int]] = []
+    offset = 0
+    for bit in range(head_dim.bit_length() - 1, 3, -1):
+        if head_dim >> bit & 1:
+            parts.append((offset, 1 << bit))
+            offset += 1 << bit
+    return tuple(parts)
+
+
+def row_tile_for(mode: str, group: int, max_tokens: int) -> int:
+    """Row tile of an executor, fixed for its life so that a row's bits do not depend on the rows beside it.
+
+    64 rows is what turns on wgmma on sm_90; an SSM step, or a tree that never fills it, is served by 16 or 32.
+    """
+    rows = max(16, group, min(64, max_tokens * group))
+    if mode == "incremental":
+        rows = min(rows, max(16, group))
+    return 1 << (rows - 1).bit_length()
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n >= 1 and n & (n - 1) == 0
