@@ -1,0 +1,29 @@
+"""Pass: swiglu(linear(x, gate), linear(x, up)) becomes linear_swiglu(x, gate, up), which reads x once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexspec.graph import Graph, Node
+
+
+def fuse_swiglu(graph: Graph) -> Graph:
+    """Fuse where both products have no bias, the same x, and no other reader."""
+    producers, users = graph.producers(), graph.users()
+    nodes: list[Node | None] = list(graph.nodes)
+    for at, node in enumerate(graph.nodes):
+        if node.op != "swiglu" or not all(name in producers for name in node.inputs):
+            continue
+        gate_at, up_at = (producers[name] for name in node.inputs)
+        gate, up = graph.nodes[gate_at], graph.nodes[up_at]
+        fusible = gate_at != up_at and gate.inputs[0] == up.inputs[0]
+        if fusible and all(_private_product(graph, product, users) for product in (gate, up)):
+            nodes[gate_at] = nodes[up_at] = None
+            nodes[at] = replace(node, op="linear_swiglu", inputs=(gate.inputs[0], gate.inputs[1], up.inputs[1]))
+    return replace(graph, nodes=tuple(node for node in nodes if node is not None))
+
+
+def _private_product(graph: Graph, node: Node, users: dict[str, list[int]]) -> bool:
+    """True for a linear without bias whose result has one reader and is no output."""
+    name = node.outputs[0].name
+    return node.op == "linear" and len(node.inputs) == 2 and len(users[name]) == 1 and name not in graph.outputs
