@@ -1,0 +1,210 @@
+"""Hugging Face folders: config.json, safetensors, tokenizer.json and chat template, and the project's own SSM folders.
+
+Nothing in the folder is executed and no pickle is read. Defaults for absent keys are those of transformers' classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexspec.compiler.frontends.files import hash_files, parse_json, read_json_object, read_text
+from flexspec.compiler.frontends.loaded_model import LoadedModel
+from flexspec.compiler.frontends.rope_settings import rope_from_huggingface
+from flexspec.compiler.frontends.safetensors_file import (
+    SafetensorsWeights,
+    find_weight_files,
+    open_weights,
+    read_header,
+)
+from flexspec.compiler.frontends.settings import Settings, check_config
+from flexspec.errors import ModelFileError, TokenizerError, WeightError
+from flexspec.models.config import ModelConfig
+from flexspec.models.llama import check_sliding_window
+
+FUSED_STATE = "FusedStateSSM"
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    """What transformers' configuration class assumes where config.json is silent."""
+
+    family: str
+    positions: int
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+    window: int | None = None
+    window_is_optional: bool = False  # only with use_sliding_window
+
+
+_ARCHITECTURES = {
+    "LlamaForCausalLM": _Architecture("llama", positions=2048),
+    "MistralForCausalLM": _Architecture("mistral", positions=131_072, window=4096),
+    "Qwen2ForCausalLM": _Architecture("qwen2", positions=32_768, qkv_bias=True, window=4096, window_is_optional=True),
+    "Qwen3ForCausalLM": _Architecture(
+        "qwen3", 32_768, qk_norm=True, head_dim=128, window=4096, window_is_optional=True
+    ),
+    FUSED_STATE: _Architecture("fused_state", positions=2048),
+}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def open_huggingface(folder: Path) -> LoadedModel:
+    """Open a Hugging Face folder. Raises ModelFileError, ModelConfigError, WeightError or TokenizerError."""
+    config_path = folder / "config.json"
+    if not config_path.exists():
+        ggufs = sorted(folder.glob("*.gguf"))
+        fix = f"pass the file {ggufs[0]}" if ggufs else "pass the folder that holds the model's files"
+        raise ModelFileError(f"{folder} has no config.json", "a Hugging Face folder", fix)
+    settings = Settings(read_json_object(config_path, "a Hugging Face config.json"), config_path)
+    config, architecture = read_config(settings, config_path)
+    generation = _optional_object(folder / "generation_config.json")
+    ends = Settings(generation, folder / "generation_config.json").token_ids("eos_token_id")
+    config = check_config(replace(config, eos_ids=tuple(dict.fromkeys((*ends, *config.eos_ids)))), config_path)
+    weights = open_weights(folder)
+    files = [config_path, *find_weight_files(folder), *(folder / name for name in _TOKENIZER_FILES)]
+    extra: dict[str, Any] = {"format": "huggingface", "architecture": architecture}
+    if architecture == FUSED_STATE:
+        weights, found = _read_fused_state(settings, config, weights, folder)
+        extra |= found
+        files.append(folder / "vocab_map.safetensors")
+    tokenizer_config = _optional_object(folder / "tokenizer_config.json")
+    extra["special_tokens"] = _special_texts(tokenizer_config)
+    return LoadedModel(
+        config=config,
+        weights=weights,
+        tokenizer_json=_read_tokenizer(folder),
+        chat_template=_chat_template(folder, tokenizer_config),
+        source_hash=hash_files(path for path in files if path.exists()),
+        name=folder.resolve().name,
+        extra=extra,
+    )
+
+
+def read_config(settings: Settings, path: Path) -> tuple[ModelConfig, str]:
+    """The configuration and the architecture's name from a config.json. Raises ModelConfigError."""
+    names = settings.strings("architectures")
+    known = [name for name in names if name in _ARCHITECTURES]
+    if not known:
+        fix = "take a model of these families"
+        raise settings.error("architectures", f"one of {', '.join(sorted(_ARCHITECTURES))}", fix)
+    rules = _ARCHITECTURES[known[0]]
+    if "quantization_config" in settings:
+        raise settings.error("quantization_config", "weights in plain floating point", "take the unquantised model")
+    if settings.string("hidden_act", "silu") not in ("silu", "swish"):
+        raise settings.error("hidden_act", "silu", "models with other activations are not supported")
+    hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    positions = settings.integer("max_position_embeddings", rules.positions)
+    layers = settings.integer("num_hidden_layers")
+    _check_window(settings, rules, layers, positions)
+    if "head_dim" not in settings and rules.head_dim is None and hidden % heads:
+        raise settings.error("num_attention_heads", f"a divisor of hidden_size ({hidden})")
+    attention_bias = settings.flag("attention_bias", False)
+    bos = settings.token_ids("bos_token_id")
+    config = ModelConfig(
+        family=rules.family,
+        vocab_size=settings.integer("vocab_size"),
+        hidden_size=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=settings.integer("num_key_value_heads", 8 if known[0] == "MistralForCausalLM" else heads),
+        head_dim=settings.integer("head_dim", rules.head_dim or max(1, hidden // heads)),
+        ffn_size=settings.integer("intermediate_size"),
+        norm_eps=settings.number("rms_norm_eps", 1e-6),
+        max_positions=positions,
+        rope=rope_from_huggingface(settings, positions, path),
+        tied_embeddings=settings.flag("tie_word_embeddings", False),
+        qkv_bias=rules.qkv_bias or attention_bias,
+        output_bias=attention_bias and not rules.qkv_bias,
+        mlp_bias=settings.flag("mlp_bias", False),
+        qk_norm=rules.qk_norm,
+        bos_id=bos[0] if bos else None,
+        eos_ids=settings.token_ids("eos_token_id"),
+    )
+    return check_config(config, path), known[0]
+
+
+def _check_window(settings: Settings, rules: _Architecture, layers: int, positions: int) -> None:
+    """Refuse a sliding window that the model really uses; Mistral's class assumes one where config.json is silent."""
+    window = 0 if settings.is_null("sliding_window") else settings.integer("sliding_window", rules.window or 0, least=0)
+    types = settings.strings("layer_types")
+    if types and "sliding_attention" not in types:
+        return
+    if rules.window_is_optional:
+        uses = settings.flag("use_sliding_window", False)
+        if not uses or (not types and settings.integer("max_window_layers", 28, least=0) >= layers):
+            return
+    elif rules.window is None and not types:
+        return
+    check_sliding_window(window, positions)
+
+
+def _read_fused_state(
+    settings: Settings, config: ModelConfig, weights: SafetensorsWeights, folder: Path
+) -> tuple[SafetensorsWeights, dict[str, Any]]:
+    """An SSM's own keys: reduced_vocab_size, tap_layers and keep_ids (int32, reduced id -> the LLM's id)."""
+    reduced = settings.integer("reduced_vocab_size", config.vocab_size)
+    taps = settings.token_ids("tap_layers")
+    extra: dict[str, Any] = {"reduced_vocab_size": reduced, "tap_layers": taps}
+    map_file = folder / "vocab_map.safetensors"
+    source = SafetensorsWeights(read_header(map_file).values(), map_file) if map_file.exists() else weights
+    if "keep_ids" in source.names():
+        keep = source.integers("keep_ids")
+        sound = keep.shape == (reduced,) and len(np.unique(keep)) == reduced
+        if not sound or int(keep.min()) < 0 or int(keep.max()) >= config.vocab_size:
+            found = f"keep_ids of {folder} has shape {list(keep.shape)} or repeated or unknown ids"
+            raise WeightError(found, f"{reduced} different ids below {config.vocab_size}", "make the SSM again")
+        extra["keep_ids"] = keep.astype(np.int32)
+        weights = weights.without("keep_ids")
+    elif reduced != config.vocab_size:
+        raise WeightError(f"{folder} has no keep_ids", f"a map of {reduced} ids", "make the SSM again")
+    return weights, extra
+
+
+def _optional_object(path: Path) -> Mapping[str, Any]:
+    return read_json_object(path, "a JSON object") if path.exists() else {}
+
+
+def _read_tokenizer(folder: Path) -> bytes | None:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        if (folder / "tokenizer.model").exists():
+            fix = "save the tokenizer with `transformers` (save_pretrained writes tokenizer.json)"
+            raise TokenizerError(f"{folder} has only a SentencePiece tokenizer.model", "tokenizer.json", fix)
+        return None
+    data = read_text(path, "a tokenizer.json").encode()
+    if not isinstance(parse_json(data, path, "a tokenizer.json"), dict):
+        raise TokenizerError(f"{path} holds no JSON object", "a tokenizer.json", "download the file again")
+    return data
+
+
+def _special_texts(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens are written as text or as an object with ``content``."""
+    texts = {}
+    for name in _SPECIAL_NAMES:
+        value = tokenizer_config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            texts[name] = text
+    return texts
+
+
+def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja wins over tokenizer_config.json; of several named templates, ``default``."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return read_text(path, "a chat template")
+    value = tokenizer_config.get("chat_template")
+    if isinstance(value, list):
+        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        value = named.get("default")
+    if value is not None and not isinstance(value, str):
+        found = f"{folder / 'tokenizer_config.json'} has a chat_template of type {type(value).__name__}"
+        raise TokenizerError(found, "a text, or a list of named texts", "download the file again")
+    return value or None

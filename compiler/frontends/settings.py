@@ -1,0 +1,100 @@
+"""Typed reading of configuration tables (config.json, GGUF metadata) with errors that name the file and the key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flexspec.errors import ModelConfigError
+from flexspec.models.config import ModelConfig
+
+_MAX_SIZE = 1 << 31
+
+
+class Settings:
+    """A read-only view of a table. ``None`` counts as absent; a value of the wrong type is a ModelConfigError."""
+
+    __slots__ = ("_path", "_table")
+
+    def __init__(self, table: Mapping[str, Any], path: Path) -> None:
+        self._table = table
+        self._path = path
+
+    def __contains__(self, key: str) -> bool:
+        return self._table.get(key) is not None
+
+    def is_null(self, key: str) -> bool:
+        """The key is there with an explicit null, which for some keys means "off" rather than "default"."""
+        return key in self._table and self._table[key] is None
+
+    def raw(self, key: str) -> Any:
+        return self._table.get(key)
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer of at least ``least``; required when ``default`` is None."""
+        value = self._get(key, default)
+        if type(value) is float and value.is_integer():
+            value = int(value)
+        if type(value) is not int or not least <= value < _MAX_SIZE:
+            raise self.error(key, f"an integer from {least} to {_MAX_SIZE - 1}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, positive: bool = True) -> float:
+        """A finite number, above zero unless ``positive`` is false; required when ``default`` is None."""
+        value = self._get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value) or (positive and value <= 0):
+            raise self.error(key, "a finite positive number" if positive else "a finite number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if type(value) is not bool:
+            raise self.error(key, "true or false")
+        return value
+
+    def string(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, "a string")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(key, "a list of strings")
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One id or a list of ids; empty when absent. Negative ids (older files' "none") are dropped."""
+        value = self._get(key, [])
+        items = value if isinstance(value, list) else [value]
+        if not all(type(item) is int and item < _MAX_SIZE for item in items):
+            raise self.error(key, "a token id or a list of token ids")
+        return tuple(item for item in items if item >= 0)
+
+    def error(self, key: str, expected: str, fix: str = "correct the file, or download it again") -> ModelConfigError:
+        value = self._table.get(key)
+        found = f"{self._path} has no {key}" if value is None else f"{self._path} has {key} = {repr(value)[:80]}"
+        return ModelConfigError(found, expected, fix)
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._table.get(key)
+        return default if value is None else value
+
+
+def check_config(config: ModelConfig, path: Path) -> ModelConfig:
+    """``config`` itself if its numbers fit together; else ModelConfigError naming what contradicts what."""
+    fix = "correct the file, or download it again"
+    if config.heads % config.kv_heads:
+        found = f"{path} has {config.heads} query heads over {config.kv_heads} key/value heads"
+        raise ModelConfigError(found, "a whole number of query heads per key/value head", fix)
+    if config.head_dim % 2:
+        raise ModelConfigError(f"{path} has head dim {config.head_dim}", "an even head dim (rotary pairs)", fix)
+    ids = [*config.eos_ids, *([] if config.bos_id is None else [config.bos_id])]
+    outside = sorted(token for token in ids if token >= config.vocab_size)
+    if outside:
+        found = f"{path} names the special tokens {outside} in a vocabulary of {config.vocab_size}"
+        raise ModelConfigError(found, "ids below vocab_size", fix)
+    return config

@@ -1,0 +1,94 @@
+"""What all checkpoint formats share: float32 widening, finite checks, and the one-to-one check of names and shapes.
+
+A checkpoint is a ``WeightSource`` (flexspec/models/config.py): one tensor at a time, never the whole model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.errors import WeightError
+from flexspec.models.config import WeightSource
+
+_MOST_NAMES_SHOWN = 8
+
+
+def widen_bf16(raw_u16: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Exact float32 values of bfloat16 bit patterns."""
+    return (raw_u16.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def finite(array: NDArray[np.float32], name: str, path: Path) -> NDArray[np.float32]:
+    """``array`` itself; raises WeightError for a NaN or an infinity, the marks of a damaged or overflowed file."""
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, 1 << 22):  # in pieces: the mask of a whole embedding is needless memory
+        bad = ~np.isfinite(flat[start : start + (1 << 22)])
+        if bad.any():
+            index = start + int(np.argmax(bad))
+            found = f"tensor {name!r} of {path} has {flat[index]} at element {index}"
+            raise WeightError(found, "finite numbers", "the file is damaged: download it again")
+    return array
+
+
+def check_weights(source: WeightSource, expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Hold that each expected parameter is in ``source`` exactly once with its shape, and that nothing is left over.
+
+    Rotary ``inv_freq`` buffers are ignored, and so is an ``lm_head.weight`` that a tied model does not expect if it
+    equals the embedding. Raises WeightError with all missing, superfluous and misshapen names.
+    """
+    names = list(source.names())
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise WeightError(f"{path} holds {_list(twice)} twice", "each parameter once", "remove the duplicates")
+    present = set(names)
+    missing = sorted(set(expected) - present, key=_natural)
+    extra = sorted((name for name in present - set(expected) if not _is_harmless(name)), key=_natural)
+    if "lm_head.weight" in extra and "embed_tokens.weight" in expected:
+        _check_tied(source, path)
+        extra.remove("lm_head.weight")
+    misshapen = [
+        f"{name} {list(source.shape(name))} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in present and source.shape(name) != tuple(shape)
+    ]
+    problems = []
+    if missing:
+        problems.append(f"lacks {_list(missing)}")
+    if extra:
+        problems.append(f"has {_list(extra)} that the model does not use")
+    if misshapen:
+        problems.append(f"has wrong shapes: {_list(misshapen)}")
+    if problems:
+        fix = "the weights and the configuration do not belong together: download both again"
+        raise WeightError(f"{path} {'; '.join(problems)}", f"exactly {len(expected)} parameters of the model", fix)
+
+
+def _is_harmless(name: str) -> bool:
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _check_tied(source: WeightSource, path: Path) -> None:
+    """A tied model's duplicate head must be the embedding, or the file's author meant another model."""
+    digests = []
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        digests.append((source.shape(name), hashlib.sha256(source.get(name).data).digest()))
+    if digests[0] != digests[1]:
+        found = f"{path} has an lm_head.weight unlike its embedding, but the configuration ties the two"
+        raise WeightError(found, "equal tensors, or tie_word_embeddings false", "correct tie_word_embeddings")
+
+
+def _list(names: list[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMES_SHOWN])
+    rest = len(names) - _MOST_NAMES_SHOWN
+    return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key that puts layers.2 before layers.10."""
+    parts = name.split(".")
+    return [(0, int(part)) if part.isascii() and part.isdigit() and len(part) < 10 else (1, part) for part in parts]
