@@ -33,7 +33,7 @@ def build(out: Path, note: str = "hello") -> Path:
         writer.add_file("kernels/cpu/library.so", source)
         writer.add_tensors("weights/llm.safetensors", {"w": np.arange(4096, dtype=np.float32), "q": np.arange(9)})
         return writer.finish(
-            argv=["flexspec", "compile", "/home/someone/model.gguf", "-o", "tiny.fspec"],
+            argv=["flexspec", "compile", "/data/models/model.gguf", "-o", "tiny.fspec"],
             targets=["x86-64-avx2", "sm_90"],
             tools={"g++": "12.2.0"},
             fields={"model": {"layers": 2}},

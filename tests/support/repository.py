@@ -1,0 +1,41 @@
+"""What the repository-wide tests share: the root, the tracked files, and the layer of each source file."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LINKED = ("compiler", "kernels", "runtime")  # top-level folders whose import name is flexspec.NAME
+SOURCE_FOLDERS = ("flexspec", *LINKED)
+
+# Lower may not import higher.
+LAYERS = {"core": 0, "compiler": 1, "kernels": 2, "runtime": 3, "cli": 4}
+
+
+@functools.cache
+def tracked_files() -> tuple[Path, ...]:
+    """Files under version control, relative to the root; links count as files, what they point at does not."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    return tuple(Path(name) for name in listed.split("\0") if name and (ROOT / name).exists())
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [path for path in tracked_files() if path.suffix == ".py" and path.parts[0] in folders]
+
+
+def module_name(path: Path) -> str:
+    """Import name of a source file: ``runtime/step.py`` is ``flexspec.runtime.step``."""
+    parts = path.with_suffix("").parts
+    if parts[0] in LINKED:
+        parts = ("flexspec", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module: str) -> str:
+    """Layer of a module of the package."""
+    parts = module.split(".")
+    if module == "flexspec.__main__":
+        return "cli"
+    return parts[1] if len(parts) > 1 and parts[1] in LAYERS else "core"
