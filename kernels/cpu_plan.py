@@ -1,0 +1,101 @@
+"""Where each value of a lowered graph lives on the CPU: element type, row stride, arena buffer, aliases.
+
+Rules: operands of matrix products are stored in the model's element type ("elem"), everything else in float32. A value
+that both kinds of readers want is stored in float32 and converted once. Buffers are reused when their last reader is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flexspec.errors import CompileError
+from flexspec.graph import Graph, Node
+from flexspec.ops.record import record_of
+from flexspec.types import DType, Role
+
+ROW_PADDING = 16  # rows of a tile that may be touched behind the last live row
+_MATRIX = ("linear", "linear_group", "linear_swiglu", "linear_add")
+
+
+def kernel_of(node: Node) -> str:
+    return record_of(node).kernel.cpu
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A view into an arena buffer: ``elem`` False means float32; ``ld`` and ``column`` count elements."""
+
+    buffer: int
+    elem: bool
+    ld: int
+    column: int = 0
+
+
+@dataclass(slots=True)
+class Arena:
+    """Buffers by size; rows are filled in at load time (the same number for all)."""
+
+    row_bytes: list[int] = field(default_factory=list)
+    free: dict[int, list[int]] = field(default_factory=dict)
+
+    def take(self, row_bytes: int, *, reuse: bool = True) -> int:
+        row_bytes = -(-row_bytes // 64) * 64
+        if reuse and self.free.get(row_bytes):
+            return self.free[row_bytes].pop()
+        self.row_bytes.append(row_bytes)
+        return len(self.row_bytes) - 1
+
+    def give(self, buffer: int) -> None:
+        self.free.setdefault(self.row_bytes[buffer], []).append(buffer)
+
+
+def width(graph_types: dict[str, object], graph: Graph, name: str) -> int:
+    """Columns of a value: the product of its dims after the first. Raises CompileError for a symbolic one."""
+    del graph_types
+    columns = 1
+    for dim in graph.types()[name].dims[1:]:
+        if not isinstance(dim, int):
+            raise CompileError(
+                f"value {name} of graph {graph.name} has the symbolic dim {dim!r} behind its first",
+                "row-major activations with fixed columns",
+                "reshape it to [T, columns] in the model file",
+            )
+        columns *= dim
+    return columns
+
+
+class Roots:
+    """Alias classes: views (split_heads, merge_heads) share the storage of what they view."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.root: dict[str, str] = {value.name: value.name for value in graph.values()}
+        for node in graph.nodes:
+            if kernel_of(node) == "view":
+                self.root[node.outputs[0].name] = self.root[node.inputs[0]]
+        self.last_use: dict[str, int] = {}
+        self.matrix_use: set[str] = set()
+        self.other_use: set[str] = set()
+        for i, node in enumerate(graph.nodes):
+            kernel = kernel_of(node)
+            for position, name in enumerate(node.inputs):
+                root = self.root[name]
+                self.last_use[root] = i
+                if kernel == "view":
+                    continue
+                matrix = kernel in _MATRIX and position == 0
+                (self.matrix_use if matrix else self.other_use).add(root)
+        for name in graph.outputs:
+            self.last_use[self.root[name]] = len(graph.nodes)
+            self.other_use.add(self.root[name])
+
+
+def element_type(graph: Graph) -> DType:
+    """The one dtype of weights and KV. Raises CompileError for a mix or a dtype without a CPU kernel."""
+    kinds = {v.type.dtype for v in graph.inputs if v.type.role in (Role.WEIGHT, Role.KV)}
+    if len(kinds) != 1 or not kinds <= {DType.F32, DType.BF16}:
+        raise CompileError(
+            f"graph {graph.name} holds weights and KV of {sorted(k.value for k in kinds)}",
+            "all bf16 or all f32",
+            "compile with --dtype bf16 or --dtype f32",
+        )
+    return kinds.pop()

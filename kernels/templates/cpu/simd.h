@@ -1,0 +1,115 @@
+// Portable 16-lane vectors and element types. GCC vector extensions lower them to AVX-512, AVX2, SSE or NEON, so one
+// source serves every instruction set; only tile.h has a special path (AMX).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace fs {
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef uint16_t vh __attribute__((vector_size(32)));
+
+using bf16 = uint16_t;  // storage only; arithmetic is float
+
+template <class V, class P>
+inline V load(const P* p) {
+  V v;
+  std::memcpy(&v, p, sizeof(V));
+  return v;
+}
+template <class V, class P>
+inline void store(P* p, V v) { std::memcpy(p, &v, sizeof(V)); }
+
+inline vf splat(float x) { return vf{} + x; }
+inline vf as_f(vu x) { return (vf)x; }
+inline vu as_u(vf x) { return (vu)x; }
+inline float bf16_to_f32(bf16 h) {
+  uint32_t u = uint32_t(h) << 16;
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+// Round to nearest even, as every framework does when it casts float32 to bfloat16.
+inline bf16 f32_to_bf16(float f) {
+  uint32_t u;
+  std::memcpy(&u, &f, 4);
+  return bf16((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+inline vh to_bf16(vf x) {
+  vu u = as_u(x);
+  u = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return __builtin_convertvector(u, vh);
+}
+inline vf from_bf16(vh h) { return as_f(__builtin_convertvector(h, vu) << 16); }
+
+inline vf select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+inline vf vmax(vf a, vf b) { return select(a > b, a, b); }
+
+// Lane reductions with a fixed shape, so that a row's result never depends on how the row was reached.
+inline float hsum(vf v) {
+  float a[16];
+  store(a, v);
+  for (int w = 8; w; w /= 2)
+    for (int i = 0; i < w; i++) a[i] += a[i + w];
+  return a[0];
+}
+inline float hmax(vf v) {
+  float a[16];
+  store(a, v);
+  float m = a[0];
+  for (int i = 1; i < 16; i++) m = a[i] > m ? a[i] : m;
+  return m;
+}
+
+// exp by 2^n * polynomial (Cephes coefficients), relative error below 2e-7; underflows to 0 below -87.
+inline vf fs_exp(vf x) {
+  vf lim = select(x < -87.0f, splat(-87.0f), select(x > 88.0f, splat(88.0f), x));
+  vf shifted = lim * 1.44269504f + 12582912.0f;  // adds 1.5 * 2^23: rounds to the nearest integer in the low bits
+  vi n = (vi)shifted - 0x4b400000;
+  vf nf = shifted - 12582912.0f;
+  vf r = lim - nf * 0.693359375f;
+  r = r + nf * 2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  vf scaled = as_f((vu)((vi)p + (n << 23)));
+  return select(x < -87.0f, splat(0.0f), scaled);
+}
+inline vf fs_tanh(vf x) {
+  vf e = fs_exp(x * 2.0f);
+  vf t = 1.0f - 2.0f / (e + 1.0f);
+  return select(x > 20.0f, splat(1.0f), t);
+}
+
+// Element types of matrix-product operands: how to read and write 16 of them as floats.
+template <class E>
+struct Elem;
+template <>
+struct Elem<float> {
+  static vf get(const float* p) { return load<vf>(p); }
+  static void put(float* p, vf v) { store(p, v); }
+  static float one(const float* p) { return *p; }
+  static void put_one(float* p, float v) { *p = v; }
+};
+template <>
+struct Elem<bf16> {
+  static vf get(const bf16* p) { return from_bf16(load<vh>(p)); }
+  static void put(bf16* p, vf v) { store(p, to_bf16(v)); }
+  static float one(const bf16* p) { return bf16_to_f32(*p); }
+  static void put_one(bf16* p, float v) { *p = f32_to_bf16(v); }
+};
+
+constexpr int round_up(int n, int m) { return (n + m - 1) / m * m; }
+
+}  // namespace fs

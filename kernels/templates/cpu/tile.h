@@ -1,0 +1,137 @@
+// The one matrix-product primitive: C[rows, 16*NB] (+)= A[rows, 32*nk] * B, with B in tiles of 32 k by 16 n.
+//
+// Tile layouts (weights, K cache and V cache all use them, so one primitive serves linear layers and attention):
+//   bf16: [16 pairs of k][16 n][2]  1 KiB, what AMX's TDPBF16PS reads; the vector path splits a pair with one shift
+//   f32:  [32 k][16 n]              2 KiB
+// Every row is one accumulation chain over k in ascending order, whatever the number of rows: results are row-invariant
+// bit for bit, and a chain can be stopped in memory and taken up again (attention's tail does that).
+#pragma once
+#include "simd.h"
+
+#if defined(__AMX_BF16__)
+#define FS_AMX 1
+#else
+#define FS_AMX 0
+#endif
+
+namespace fs {
+
+constexpr int kTileK = 32, kTileN = 16, kTileElems = kTileK * kTileN;
+
+#if FS_AMX
+// Tiles 0-3 accumulate, 4-5 hold A, 6-7 hold B. `rows` rows of C and A are live.
+inline int& amx_rows() {
+  static thread_local int rows = 0;
+  return rows;
+}
+inline void amx_config(int rows) {
+  if (rows == amx_rows()) return;
+  alignas(64) uint8_t c[64] = {};
+  c[0] = 1;
+  for (int i = 0; i < 8; i++) {
+    uint16_t bytes = 64;
+    std::memcpy(c + 16 + 2 * i, &bytes, 2);
+    c[48 + i] = uint8_t(i < 6 ? rows : 16);
+  }
+  _tile_loadconfig(c);
+  amx_rows() = rows;
+}
+#endif
+
+// Brackets a thread's part of a step. Other libraries configure tiles on the same thread (oneDNN does), so nothing is
+// assumed on entry, and tiles are released on exit, which keeps context switches cheap.
+inline void begin_step() {
+#if FS_AMX
+  amx_rows() = 0;
+#endif
+}
+inline void end_step() {
+#if FS_AMX
+  _tile_release();
+#endif
+}
+
+// B(k, nb) -> pointer to the tile of k block k and column block nb.
+template <class E>
+struct TileProduct {
+  template <int MR, int NB, class B>
+  static void chunk(const E* a, int lda, const B& b, int nk, float* c, int ldc, bool init) {
+    vf acc[MR][NB];
+    for (int r = 0; r < MR; r++)
+      for (int n = 0; n < NB; n++) acc[r][n] = init ? vf{} : load<vf>(c + r * ldc + n * 16);
+    for (int k = 0; k < nk; k++) {
+      const E* tile[NB];
+      for (int n = 0; n < NB; n++) tile[n] = b(k, n);
+      const E* ak = a + k * kTileK;
+      if constexpr (sizeof(E) == 2) {
+        for (int p = 0; p < 16; p++) {
+          vf lo[NB], hi[NB];
+          for (int n = 0; n < NB; n++) {
+            vu w = load<vu>(tile[n] + p * 32);
+            lo[n] = as_f(w << 16), hi[n] = as_f(w & 0xffff0000u);
+          }
+          for (int r = 0; r < MR; r++) {
+            vf x0 = splat(bf16_to_f32(ak[r * lda + 2 * p])), x1 = splat(bf16_to_f32(ak[r * lda + 2 * p + 1]));
+            for (int n = 0; n < NB; n++) acc[r][n] = acc[r][n] + x0 * lo[n];
+            for (int n = 0; n < NB; n++) acc[r][n] = acc[r][n] + x1 * hi[n];
+          }
+        }
+      } else {
+        for (int p = 0; p < 32; p++)
+          for (int r = 0; r < MR; r++) {
+            vf x = splat(ak[r * lda + p]);
+            for (int n = 0; n < NB; n++) acc[r][n] = acc[r][n] + x * load<vf>(tile[n] + p * 16);
+          }
+      }
+    }
+    for (int r = 0; r < MR; r++)
+      for (int n = 0; n < NB; n++) store(c + r * ldc + n * 16, acc[r][n]);
+  }
+
+  // rows <= 16. With AMX up to 16 rows of A and C are read and written, so both buffers are padded to 16 rows.
+  template <int NB, class B>
+  static void run(const E* a, int lda, int rows, const B& b, int nk, float* c, int ldc, bool init) {
+    static_assert(NB >= 1 && NB <= 4);
+#if FS_AMX
+    if constexpr (sizeof(E) == 2) {
+      amx<NB>(a, lda, rows, b, nk, c, ldc, init);
+      return;
+    }
+#endif
+    int r = 0;
+    for (; r + 4 <= rows; r += 4) chunk<4, NB>(a + r * lda, lda, b, nk, c + r * ldc, ldc, init);
+    for (; r < rows; r++) chunk<1, NB>(a + r * lda, lda, b, nk, c + r * ldc, ldc, init);
+  }
+
+#if FS_AMX
+  template <int NB, class B>
+  static void amx(const E* a, int lda, int rows, const B& b, int nk, float* c, int ldc, bool init) {
+    amx_config(rows);
+    if (init) {
+      _tile_zero(0);
+      if constexpr (NB > 1) _tile_zero(1);
+      if constexpr (NB > 2) _tile_zero(2);
+      if constexpr (NB > 3) _tile_zero(3);
+    } else {
+      _tile_loadd(0, c, ldc * 4);
+      if constexpr (NB > 1) _tile_loadd(1, c + 16, ldc * 4);
+      if constexpr (NB > 2) _tile_loadd(2, c + 32, ldc * 4);
+      if constexpr (NB > 3) _tile_loadd(3, c + 48, ldc * 4);
+    }
+    for (int k = 0; k < nk; k++) {
+      _tile_loadd(4, a + k * kTileK, lda * 2);
+      _tile_loadd(6, b(k, 0), 64);
+      _tile_dpbf16ps(0, 4, 6);
+      if constexpr (NB > 1) { _tile_loadd(7, b(k, 1), 64); _tile_dpbf16ps(1, 4, 7); }
+      if constexpr (NB > 2) { _tile_loadd(6, b(k, 2), 64); _tile_dpbf16ps(2, 4, 6); }
+      if constexpr (NB > 3) { _tile_loadd(7, b(k, 3), 64); _tile_dpbf16ps(3, 4, 7); }
+    }
+    _tile_stored(0, c, ldc * 4);
+    if constexpr (NB > 1) _tile_stored(1, c + 16, ldc * 4);
+    if constexpr (NB > 2) _tile_stored(2, c + 32, ldc * 4);
+    if constexpr (NB > 3) _tile_stored(3, c + 48, ldc * 4);
+  }
+#endif
+};
+
+}  // namespace fs
