@@ -1,0 +1,75 @@
+"""Errors as HTTP answers in OpenAI's format. Owns which error gives which status, type and code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from starlette.responses import Response
+
+from flexspec.errors import CapacityError, EngineError, FlexspecError, QueueFullError, RequestError
+from flexspec.runtime.server.openai import error_body, to_json
+from flexspec.runtime.server.refusals import UnsupportedError
+
+_INVALID = "invalid_request_error"
+_SERVER = "server_error"
+NO_REASON = "the engine gave no reason"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What an error looks like from outside."""
+
+    status: int
+    message: str
+    kind: str = _INVALID
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def response(self) -> Response:
+        body = to_json(error_body(self.message, self.kind, self.param, self.code))
+        return Response(body, self.status, dict(self.headers), "application/json")
+
+
+class HttpError(Exception):
+    """An error that only HTTP knows: wrong path, wrong model name, body too large, shutting down."""
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(failure.message)
+
+
+def failure_of(error: FlexspecError, prompt_param: str = "prompt") -> Failure:
+    """The answer to a typed error; ``prompt_param`` is the parameter that holds the prompt on this endpoint."""
+    message = str(error)
+    match error:
+        case UnsupportedError():
+            return Failure(400, message, param=error.param, code="unsupported_parameter")
+        case RequestError():
+            return Failure(400, message, param=error.param, code="invalid_value")
+        case QueueFullError():
+            wait = {"Retry-After": str(error.retry_after_s)}
+            return Failure(503, message, _SERVER, code="queue_full", headers=wait)
+        case CapacityError():
+            return Failure(400, message, param=prompt_param, code="context_length_exceeded")
+        case EngineError():
+            return Failure(503, message, _SERVER, code="engine_failed")
+        case _:
+            return Failure(500, message, _SERVER, code=error.code)
+
+
+def wrong_model(asked: str, served: str) -> HttpError:
+    """404: the request names another model than the one served."""
+    message = f"The model {asked!r} is not served here. Fix: send model={served!r} (GET /v1/models lists it)"
+    return HttpError(Failure(404, message, param="model", code="model_not_found"))
+
+
+def shutting_down() -> HttpError:
+    """503: the server has been told to stop."""
+    wait = {"Retry-After": "5", "Connection": "close"}
+    return HttpError(Failure(503, "The server is shutting down", _SERVER, code="shutting_down", headers=wait))
+
+
+def engine_error(message: str | None) -> HttpError:
+    """500: the engine ended a request with an error before anything was sent."""
+    return HttpError(Failure(500, message or NO_REASON, _SERVER, code="engine_error"))

@@ -1,0 +1,52 @@
+"""The server's address, taken before anything slow: a busy port must not be found after minutes of loading weights."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+from flexspec.errors import PortError
+
+BACKLOG = 2048
+
+_FIXES = {
+    errno.EADDRINUSE: "stop the process that uses it (`ss -ltnp` shows it) or choose another --port",
+    errno.EACCES: "choose a --port of 1024 or above, or run with the right to bind it",
+    errno.EADDRNOTAVAIL: "choose a --host that is an address of this machine, or 0.0.0.0",
+}
+
+
+def reserve_port(host: str, port: int) -> socket.socket:
+    """Bind and listen; port 0 takes a free one. Raises PortError naming the address and the fix.
+
+    Listening already here keeps a second process off: two sockets with SO_REUSEADDR may both be bound while neither
+    listens. Clients that come early wait in the backlog until the server runs.
+    """
+    listener: socket.socket | None = None
+    try:
+        # OverflowError: a port above 65535.
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        if listener is not None:
+            listener.close()
+        raise _port_error(host, port, error) from error
+    return listener
+
+
+def _port_error(host: str, port: int, error: OSError | OverflowError) -> PortError:
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, OverflowError):
+        reason, fix = "no such port", "choose a --port from 0 to 65535"
+    elif isinstance(error, socket.gaierror):
+        reason, fix = str(error.strerror), "choose a --host that resolves, such as 127.0.0.1"
+    else:
+        reason = os.strerror(number or 0)
+        fix = _FIXES.get(number or 0, "choose another --host or --port")
+    return PortError(f"cannot listen on {host}:{port} ({reason})", "an address that is free", fix)

@@ -1,0 +1,269 @@
+"""Bodies of the two generating endpoints, checked and turned into engine requests.
+
+Owns which parameters are offered, their types and their defaults. Ranges are SamplingParams' business; what is not
+offered is refusals.py's. The default temperature is 1.0, as OpenAI's, not the engine's 0.0: a client that leaves it out
+gets what it gets elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flexspec.errors import RequestError, TokenizerError
+from flexspec.runtime.server.messages import parse_messages, refuse_unencodable
+from flexspec.runtime.server.refusals import CHAT_NEUTRAL, TEXT_NEUTRAL, UnsupportedError, refuse_others, shown
+from flexspec.sampling import SamplingParams
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat answer may use the rest of the context
+_SEED_SPAN = 2**64
+
+
+class Tokenizer(Protocol):
+    """Text to token ids; ``add_special`` adds the tokens that begin a document (BOS)."""
+
+    def encode(self, text: str, add_special: bool) -> list[int]: ...
+
+
+class ChatRenderer(Protocol):
+    """A chat to the text the model was trained on, with its special tokens, BOS included."""
+
+    def render(self, messages: list[dict[str, str]]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server accepts. ``default_max_tokens`` None lets a chat answer use the rest of the context.
+
+    ``stall_s``: with work pending, a last step older than this makes /health say 503.
+    """
+
+    context_tokens: int
+    vocab_size: int
+    default_max_tokens: int | None = None
+    max_choices: int = 128
+    max_body_bytes: int = 8 << 20
+    stall_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One engine request: choice ``index`` of the answer."""
+
+    index: int
+    prompt_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A checked HTTP request. ``prompt_tokens`` counts each prompt once, however many choices it gets."""
+
+    kind: Literal["chat", "text"]
+    model: str
+    samples: tuple[Sample, ...]
+    prompt_tokens: int
+    stream: bool
+    include_usage: bool
+
+
+class StreamOptions(BaseModel):
+    """``include_usage`` adds a last chunk with the usage."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class GenerateBody(BaseModel):
+    """Parameters of both endpoints."""
+
+    model_config = ConfigDict(strict=True)
+    model: str
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    n: int = Field(default=1, ge=1, le=1024)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    ignore_eos: bool = False
+
+
+class ChatBody(GenerateBody):
+    """POST /v1/chat/completions. ``max_completion_tokens`` is the newer name of ``max_tokens``."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+
+
+class CompletionBody(GenerateBody):
+    """POST /v1/completions. The prompt is checked by ``parse_prompts``: its union is too wide for good messages."""
+
+    prompt: Any = Field(json_schema_extra={"description": "string, strings, token ids, or lists of token ids"})
+
+
+Body = TypeVar("Body", bound=GenerateBody)
+
+
+def read_chat(body: Mapping[str, object], tokenizer: Tokenizer, chat: ChatRenderer, limits: Limits) -> Ask:
+    """Check a chat body and tokenize it. Raises RequestError with the parameter's name."""
+    asked = _validate(ChatBody, body, CHAT_NEUTRAL)
+    messages = parse_messages(asked.messages)
+    try:
+        text = chat.render(messages)
+    except TokenizerError as error:
+        raise RequestError(error.found, error.expected, error.fix, param="messages") from error
+    # The template has written BOS already; a second one would shift the whole prompt (vllm#9519).
+    prompt = _checked_ids(tokenizer.encode(text, False), "messages", limits)
+    name = "max_tokens"
+    max_tokens = asked.max_tokens
+    if asked.max_completion_tokens is not None:
+        if max_tokens not in (None, asked.max_completion_tokens):
+            raise RequestError(
+                f"max_tokens={max_tokens} and max_completion_tokens={asked.max_completion_tokens}",
+                "one limit", "send max_completion_tokens only", param="max_completion_tokens",
+            )  # fmt: skip
+        max_tokens, name = asked.max_completion_tokens, "max_completion_tokens"
+    if max_tokens is None:
+        rest = max(1, limits.context_tokens - len(prompt))
+        max_tokens = min(rest, limits.default_max_tokens or rest)
+    return _ask("chat", asked, [prompt], max_tokens, name, limits)
+
+
+def read_completion(body: Mapping[str, object], tokenizer: Tokenizer, limits: Limits) -> Ask:
+    """Check a completion body and tokenize it. Raises RequestError with the parameter's name."""
+    asked = _validate(CompletionBody, body, TEXT_NEUTRAL)
+    prompts = parse_prompts(asked.prompt, lambda text: tokenizer.encode(text, True), limits)
+    max_tokens = COMPLETION_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    return _ask("text", asked, prompts, max_tokens, "max_tokens", limits)
+
+
+def parse_prompts(prompt: object, encode: Callable[[str], list[int]], limits: Limits) -> list[list[int]]:
+    """Token ids of each prompt; accepts a string, strings, token ids, lists of token ids. Raises RequestError."""
+    if isinstance(prompt, str):
+        prompts: list[object] = [prompt]
+    elif isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
+        prompts = [prompt]
+    elif isinstance(prompt, list) and prompt:
+        prompts = prompt
+    else:
+        raise _bad_prompt(prompt)
+    if len(prompts) > limits.max_choices:
+        raise RequestError(
+            f"{len(prompts)} prompts", f"at most {limits.max_choices}", "send fewer prompts a request", param="prompt"
+        )
+    kind = type(prompts[0])
+    found: list[list[int]] = []
+    for item in prompts:
+        if isinstance(item, str) and kind is str:
+            refuse_unencodable(item, "prompt")
+            found.append(_checked_ids(encode(item), "prompt", limits))
+        elif isinstance(item, list) and kind is list and all(type(token) is int for token in item):
+            found.append(_checked_ids(item, "prompt", limits))
+        else:
+            raise _bad_prompt(prompt)
+    return found
+
+
+def _bad_prompt(prompt: object) -> RequestError:
+    return RequestError(
+        f"prompt={shown(prompt)}", "a string, a list of strings, of token ids, or of lists of token ids",
+        "send one of these, not empty", param="prompt",
+    )  # fmt: skip
+
+
+def _checked_ids(ids: list[int], param: str, limits: Limits) -> list[int]:
+    if not ids:
+        raise RequestError("a prompt of 0 tokens", "at least one token", f"send text in {param}", param=param)
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= limits.vocab_size:
+        raise RequestError(
+            f"token id {shown(low if low < 0 else high)}", f"ids from 0 to {limits.vocab_size - 1}",
+            "use this model's tokenizer", param=param,
+        )  # fmt: skip
+    return ids
+
+
+def _ask(
+    kind: Literal["chat", "text"],
+    asked: GenerateBody,
+    prompts: list[list[int]],
+    max_tokens: int,
+    max_tokens_name: str,
+    limits: Limits,
+) -> Ask:
+    if len(prompts) * asked.n > limits.max_choices:
+        raise RequestError(
+            f"{len(prompts)} prompts with n={asked.n}", f"at most {limits.max_choices} choices", "send a smaller n",
+            param="n",
+        )  # fmt: skip
+    options = asked.stream_options
+    if options is not None and not asked.stream:
+        raise RequestError(
+            "stream_options without stream", "stream=true", "leave stream_options out", param="stream_options"
+        )
+    params = [_params(asked, max_tokens, max_tokens_name, nth) for nth in range(asked.n)]
+    samples = tuple(
+        Sample(place * asked.n + nth, ids, params[nth]) for place, ids in enumerate(prompts) for nth in range(asked.n)
+    )
+    usage = options is not None and options.include_usage
+    return Ask(kind, asked.model, samples, sum(map(len, prompts)), asked.stream, usage)
+
+
+def _params(asked: GenerateBody, max_tokens: int, max_tokens_name: str, nth: int) -> SamplingParams:
+    """Parameters of the nth choice of a prompt; a seed moves by one each choice, so that the choices differ."""
+    stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+    for text in stop:
+        refuse_unencodable(text, "stop")
+    seed = asked.seed
+    if seed is not None and seed + nth >= _SEED_SPAN > seed:
+        seed -= _SEED_SPAN
+    try:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            min_p=asked.min_p,
+            seed=None if seed is None else seed + nth,
+            stop=stop,
+            ignore_eos=asked.ignore_eos,
+        )
+    except RequestError as error:
+        if error.param == "max_tokens" != max_tokens_name:
+            found = error.found.replace("max_tokens", max_tokens_name)
+            fix = error.fix.replace("max_tokens", max_tokens_name)
+            raise RequestError(found, error.expected, fix, param=max_tokens_name) from None
+        raise
+
+
+def _validate(shape: type[Body], body: Mapping[str, object], neutral: Mapping[str, tuple[object, ...]]) -> Body:
+    refuse_others(body, shape.model_fields, neutral)
+    given = {key: value for key, value in body.items() if key in shape.model_fields and value is not None}
+    try:
+        return shape.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise _type_error(first["loc"], first["type"], first["msg"], first["input"], shape) from None
+
+
+def _type_error(
+    where: tuple[int | str, ...], kind: str, message: str, value: object, shape: type[GenerateBody]
+) -> RequestError:
+    name = str(where[0])
+    if name == "stream_options" and len(where) > 1:
+        name = f"stream_options.{where[1]}"
+    if kind == "missing":
+        return RequestError(f"no {name}", f"a value for {name}", f"send {name}", param=name)
+    if kind in ("extra_forbidden", "literal_error"):
+        return UnsupportedError(f"{name}={shown(value)}", "an offered option", f"leave {name} out", param=name)
+    expected = "a string or a list of strings" if name == "stop" else message[0].lower() + message[1:]
+    return RequestError(f"{name}={shown(value)}", expected, f"send {name} with that type", param=name)

@@ -1,0 +1,229 @@
+"""What is offered arrives in SamplingParams; what is not is refused by name; nothing is ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scripted_engine import BOS, ByteTokenizer, PlainChat
+
+from flexspec.errors import RequestError, TokenizerError
+from flexspec.runtime.server.refusals import CHAT_NEUTRAL, MESSAGE_NEUTRAL, TEXT_NEUTRAL, UnsupportedError
+from flexspec.runtime.server.requests import Ask, Limits, read_chat, read_completion
+from flexspec.sampling import SamplingParams
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def chat(limits: Limits, **body: Any) -> Ask:
+    return read_chat({"model": "m", "messages": HELLO, **body}, ByteTokenizer(), PlainChat(), limits)
+
+
+def text(limits: Limits, **body: Any) -> Ask:
+    return read_completion({"model": "m", "prompt": "hello", **body}, ByteTokenizer(), limits)
+
+
+def refused(call: Any, limits: Limits, **body: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        call(limits, **body)
+    return caught.value
+
+
+OFFERED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"temperature": 0}, {"temperature": 0.0}),
+    ({"temperature": 2}, {"temperature": 2.0}),
+    ({"temperature": None}, {}),
+    ({"top_p": 0.25}, {"top_p": 0.25}),
+    ({"top_p": 0}, {"top_p": 0.0}),
+    ({"top_k": 7}, {"top_k": 7}),
+    ({"min_p": 0.5}, {"min_p": 0.5}),
+    ({"seed": -3}, {"seed": -3}),
+    ({"stop": "end"}, {"stop": ("end",)}),
+    ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
+    ({"stop": []}, {}),
+    ({"max_tokens": 3}, {"max_tokens": 3}),
+    ({"ignore_eos": True}, {"ignore_eos": True}),
+    ({"user": "someone"}, {}),
+]
+
+
+@pytest.mark.parametrize(("body", "wanted"), OFFERED, ids=str)
+@pytest.mark.parametrize("call", [chat, text])
+def test_offered_parameters_reach_the_engine(call: Any, body: Any, wanted: Any, limits: Limits) -> None:
+    ask = call(limits, **body)
+    defaults: dict[str, Any] = {"temperature": 1.0, "max_tokens": 16}
+    if call is chat:
+        defaults["max_tokens"] = limits.context_tokens - len("<user>hello\n<assistant>")
+    assert [sample.params for sample in ask.samples] == [SamplingParams(**{**defaults, **wanted})]
+
+
+OUT_OF_RANGE = {
+    "temperature": [-0.1, 2.1, float("nan"), float("inf"), "1", True, [1]],
+    "top_p": [-0.1, 1.1],
+    "top_k": [-1, 1.5, 10**400],
+    "min_p": [-0.1, 1.1],
+    "seed": [2**64, 1.5, "1"],
+    "stop": ["", [""], ["x"] * 17, 3, [3], "\ud83d"],
+    "max_tokens": [0, -1, 1.0, "3", True, 10**400],
+    "n": [0, 17, "2", 1.0],
+    "stream": ["yes", 1],
+    "user": [3],
+    "ignore_eos": ["no"],
+    "stream_options": [{"include_usage": True}],  # without stream
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(k, v) for k, values in OUT_OF_RANGE.items() for v in values], ids=repr)
+@pytest.mark.parametrize("call", [chat, text])
+def test_bad_values_are_refused_by_name(call: Any, name: str, value: Any, limits: Limits) -> None:
+    error = refused(call, limits, **{name: value})
+    assert error.param == name
+    assert name in str(error)
+
+
+@pytest.mark.parametrize("call", [chat, text])
+def test_every_parameter_that_is_not_offered_is_refused_and_its_neutral_values_are_not(
+    call: Any, limits: Limits
+) -> None:
+    table = CHAT_NEUTRAL if call is chat else TEXT_NEUTRAL
+    for name, neutral in table.items():
+        for value in (None, *neutral):
+            assert call(limits, **{name: value}).samples
+        error = refused(call, limits, **{name: {"some": "thing"}})
+        assert isinstance(error, UnsupportedError) and error.param == name
+
+
+def test_logprobs_zero_asks_for_something_although_it_equals_false(limits: Limits) -> None:
+    assert text(limits, logprobs=False).samples
+    assert refused(text, limits, logprobs=0).param == "logprobs"
+    assert refused(text, limits, echo=True).param == "echo"
+
+
+@pytest.mark.parametrize("call", [chat, text])
+def test_unknown_names_are_refused_even_when_null(call: Any, limits: Limits) -> None:
+    error = refused(call, limits, temprature=None)
+    assert isinstance(error, UnsupportedError) and error.param == "temprature"
+    assert refused(call, limits, stream=True, stream_options={"other": 1}).param == "stream_options.other"
+
+
+def test_missing_parameters_are_named(limits: Limits) -> None:
+    for body, name in (({"model": "m"}, "messages"), ({"messages": HELLO}, "model")):
+        with pytest.raises(RequestError) as caught:
+            read_chat(body, ByteTokenizer(), PlainChat(), limits)
+        assert caught.value.param == name
+
+
+def test_max_completion_tokens_is_max_tokens_under_its_new_name(limits: Limits) -> None:
+    assert chat(limits, max_completion_tokens=5).samples[0].params.max_tokens == 5
+    assert chat(limits, max_completion_tokens=5, max_tokens=5).samples[0].params.max_tokens == 5
+    assert refused(chat, limits, max_completion_tokens=5, max_tokens=6).param == "max_completion_tokens"
+    error = refused(chat, limits, max_completion_tokens=0)
+    assert error.param == "max_completion_tokens" and "max_completion_tokens=0" in str(error)
+    assert refused(text, limits, max_completion_tokens=5).param == "max_completion_tokens"
+
+
+def test_the_default_length_of_a_chat_answer_can_be_capped(limits: Limits) -> None:
+    capped = Limits(limits.context_tokens, limits.vocab_size, default_max_tokens=40)
+    assert chat(capped).samples[0].params.max_tokens == 40
+    assert chat(capped, max_tokens=50).samples[0].params.max_tokens == 50
+    long = [{"role": "user", "content": "x" * 2 * limits.context_tokens}]
+    assert (
+        chat(capped, messages=long).samples[0].params.max_tokens == 1
+    )  # the engine refuses it; here it must not crash
+
+
+def test_a_chat_has_no_second_bos_and_a_prompt_has_one(limits: Limits) -> None:
+    assert BOS not in chat(limits).samples[0].prompt_ids
+    assert text(limits).samples[0].prompt_ids == [BOS, *b"hello"]
+
+
+PROMPTS: list[tuple[Any, list[list[int]]]] = [
+    ("ab", [[BOS, 97, 98]]),
+    ("", [[BOS]]),
+    (["a", "b"], [[BOS, 97], [BOS, 98]]),
+    ([97, 98], [[97, 98]]),
+    ([[97], [98, 99]], [[97], [98, 99]]),
+    ("😀", [[BOS, *"😀".encode()]]),
+]
+
+
+@pytest.mark.parametrize(("prompt", "ids"), PROMPTS, ids=repr)
+def test_the_four_kinds_of_prompt(prompt: Any, ids: list[list[int]], limits: Limits) -> None:
+    ask = text(limits, prompt=prompt)
+    assert [sample.prompt_ids for sample in ask.samples] == ids
+    assert ask.prompt_tokens == sum(map(len, ids))
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, [], [[]], [[97], []], 3, {"a": 1}, ["a", 1], [1, "a"], [[1], 2], [True], [[1.0]], [-1], [257], [10**30],
+     "\ud83d", ["a"] * 17],
+    ids=repr,
+)  # fmt: skip
+def test_bad_prompts_are_refused(prompt: Any, limits: Limits) -> None:
+    assert refused(text, limits, prompt=prompt).param == "prompt"
+
+
+def test_an_empty_prompt_without_bos_is_refused(limits: Limits) -> None:
+    class NoBos(ByteTokenizer):
+        def encode(self, text: str, add_special: bool) -> list[int]:
+            return super().encode(text, False)
+
+    with pytest.raises(RequestError, match="0 tokens") as caught:
+        read_completion({"model": "m", "prompt": ""}, NoBos(), limits)
+    assert caught.value.param == "prompt"
+
+
+def test_choices_of_several_prompts_are_numbered_and_seeded_alike(limits: Limits) -> None:
+    ask = text(limits, prompt=["a", "b"], n=3, seed=2**64 - 2)
+    assert [sample.index for sample in ask.samples] == list(range(6))
+    assert [sample.prompt_ids[-1] for sample in ask.samples] == [97] * 3 + [98] * 3
+    seeds = [sample.params.seed for sample in ask.samples]
+    assert seeds[:3] == seeds[3:] == [2**64 - 2, 2**64 - 1, 0]  # prompt b gets what it would get alone
+    assert [sample.params.seed for sample in text(limits, n=2).samples] == [None, None]
+    assert refused(text, limits, prompt=["a", "b"], n=9).param == "n"
+
+
+def test_text_parts_are_joined_and_habits_of_clients_let_through(limits: Limits) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    back = {"role": "assistant", "content": "yes", **dict.fromkeys(MESSAGE_NEUTRAL)}
+    ask = chat(limits, messages=[{"role": "system", "content": parts}, back])
+    assert bytes(ask.samples[0].prompt_ids) == b"<system>one\ntwo\n<assistant>yes\n<assistant>"
+
+
+MESSAGES: list[tuple[Any, str]] = [
+    ([], "messages"),
+    ("hello", "messages"),
+    (["hello"], "messages"),
+    ([{"role": "tool", "content": "x"}], "messages[0].role"),
+    ([{"role": "developer", "content": "x"}], "messages[0].role"),
+    ([{"role": ["user"], "content": "x"}], "messages[0].role"),
+    ([{"content": "x"}], "messages[0].role"),
+    ([HELLO[0], {"role": "user"}], "messages[1].content"),
+    ([{"role": "user", "content": None}], "messages[0].content"),
+    ([{"role": "user", "content": []}], "messages[0].content"),
+    ([{"role": "user", "content": "a\ud83d"}], "messages[0].content"),
+    ([{"role": "user", "content": "x", "name": "Eve"}], "messages[0].name"),
+    ([{"role": "user", "content": "x", "mood": None}], "messages[0].mood"),
+    ([{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}], "messages[0].content[0].type"),
+    ([{"role": "user", "content": [{"type": "text", "text": "x"}, "y"]}], "messages[0].content[1].type"),
+    ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "messages[0].content[0].text"),
+    ([{"role": "user", "content": [{"type": "text", "text": "x", "bold": 1}]}], "messages[0].content[0].bold"),
+]
+
+
+@pytest.mark.parametrize(("messages", "param"), MESSAGES, ids=repr)
+def test_bad_messages_are_refused_by_their_place(messages: Any, param: str, limits: Limits) -> None:
+    assert refused(chat, limits, messages=messages).param == param
+
+
+def test_a_template_that_refuses_the_chat_is_the_requests_fault(limits: Limits) -> None:
+    class Strict(PlainChat):
+        def render(self, messages: list[dict[str, str]]) -> str:
+            raise TokenizerError("two user messages in a row", "alternating roles", "merge them")
+
+    with pytest.raises(RequestError, match="two user messages") as caught:
+        read_chat({"model": "m", "messages": HELLO}, ByteTokenizer(), Strict(), limits)
+    assert caught.value.param == "messages"
