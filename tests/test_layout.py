@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from repository import LAYERS, LINKED, ROOT, SOURCE_FOLDERS, layer_of, module_name, python_files, tracked_files
 
 MAX_FILE_LINES = 350

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from repository import ROOT
 
 LIMIT_S = 0.3

@@ -1,0 +1,77 @@
+"""The command line: every option is explained, the option list is frozen, errors are one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+
+from flexspec.cli import main as cli
+from flexspec.errors import RequestError
+
+GOLDEN = Path(__file__).parent / "golden" / "cli_options.txt"
+
+
+def subparser(command: str) -> argparse.ArgumentParser:
+    parser = cli.build_parser(command)
+    action = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    found = action.choices[command]
+    assert isinstance(found, argparse.ArgumentParser)
+    return found
+
+
+def option_lines(command: str) -> list[str]:
+    names = [", ".join(action.option_strings) or action.dest for action in subparser(command)._actions]
+    return [f"{command} {name}" for name in names]
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_option_is_explained(command: str) -> None:
+    silent = [action.dest for action in subparser(command)._actions if not action.help]
+    assert silent == []
+    assert "example" in (subparser(command).epilog or ""), "the help ends with something to run"
+
+
+def test_option_list_is_frozen() -> None:
+    """Scripts depend on these: change them knowingly (FLEXSPEC_UPDATE_GOLDEN=1) and note it in CHANGELOG.md."""
+    lines = "".join(f"{line}\n" for command in cli.COMMANDS for line in option_lines(command))
+    if os.environ.get("FLEXSPEC_UPDATE_GOLDEN"):
+        GOLDEN.write_text(lines)
+    assert lines == GOLDEN.read_text()
+
+
+def test_wrong_usage_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["no-such-command"], ["--no-such-option"]):
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(arguments)
+        assert exit_.value.code == 2
+    assert "invalid choice: 'no-such-command'" in capsys.readouterr().err
+
+
+def fail_with(error: BaseException) -> argparse.ArgumentParser:
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(run=run, command="serve")
+    return parser
+
+
+def test_typed_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    error = RequestError("top_p is 7", "a number from 0 to 1", "pass top_p=1")
+    monkeypatch.setattr(cli, "build_parser", lambda command: fail_with(error))
+    monkeypatch.delenv("FLEXSPEC_DEBUG", raising=False)
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err == (
+        "flexspec serve: FS501: top_p is 7; expected a number from 0 to 1. Fix: pass top_p=1\n"
+    )
+    monkeypatch.setenv("FLEXSPEC_DEBUG", "1")
+    with pytest.raises(RequestError):
+        cli.main([])
+
+
+def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "build_parser", lambda command: fail_with(KeyboardInterrupt()))
+    assert cli.main([]) == 130
