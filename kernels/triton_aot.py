@@ -33,6 +33,7 @@ from flexspec.kernels.triton_spec import (
 
 ENTRIES = ("attend", "merge")
 _CACHE_FORMAT = 1
+_WORKER = ["-m", "flexspec.kernels.triton_worker"]
 Progress = Callable[[str], None]
 
 
@@ -238,7 +239,7 @@ def _run_worker(jobs: dict[str, _Job], cache: Path, progress: Progress | None) -
             lines.append(json.dumps({"id": key, "source_path": str(path), **job.request()}))
         (work / "jobs").write_text("\n".join(lines) + "\n")
         environment = _worker_environment() | {"TRITON_CACHE_DIR": str(work / "triton")}
-        command = [sys.executable, "-m", "flexspec.kernels.triton_worker", str(work / "jobs"), str(work)]
+        command = [sys.executable, *_WORKER, str(work / "jobs"), str(work)]
         with (
             open(work / "stderr", "w+") as stderr,
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
