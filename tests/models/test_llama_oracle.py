@@ -138,7 +138,7 @@ def _compare(executor, model, trees, committed, causal, pages) -> None:
 
 
 def test_accepted_path_after_move_kv_equals_fresh_prefill() -> None:
-    """Accept the last sibling at each level, gather its K/V, and compare the cache with a prefill of the same tokens."""
+    """Accept the last sibling at each level, gather its K/V, compare the cache with a prefill of the same tokens."""
     model, config = oracle("llama")
     graph = build_model(config, DType.F32)
     tree = TokenTree((7, 1, 2, 3, 4, 5, 6), (-1, 0, 0, 2, 2, 4, 4))
@@ -155,7 +155,7 @@ def test_accepted_path_after_move_kv_equals_fresh_prefill() -> None:
     tokens = prompt + [tree.tokens[i] for i in path]
     whole = batch_of([TokenTree.chain(tokens)], [0], [True], pages)
     fresh.step(whole, want_logits=False)
-    assert PAGE_TOKENS < len(tokens)
+    assert len(tokens) > PAGE_TOKENS
     found, wanted = executor.read_kv(whole.slots()), fresh.read_kv(whole.slots())
     for name in wanted:
         np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=1e-4, err_msg=name)
