@@ -197,6 +197,8 @@ def parse_graph(text: str) -> Graph:
             f"{len(lines)} lines of text", "a header, a return line and a closing brace", "give a graph"
         )
     header, *body, last, closing = lines
+    closing.mark("}")
+    closing.end()
     _word(header, "graph")
     name = header.take("word", "a graph name")
     header.mark("{")
@@ -218,6 +220,4 @@ def parse_graph(text: str) -> Graph:
         last.mark(",")
         outputs.append(last.value_name())
     last.end()
-    closing.mark("}")
-    closing.end()
     return Graph(name, tuple(inputs), tuple(nodes), tuple(outputs))

@@ -1,0 +1,70 @@
+"""The structural hash: stable across runs and renamings, and changed by anything that changes the computation."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from flexspec.models.config import ModelConfig, RopeConfig
+from flexspec.models.registry import build_model
+from flexspec.text import parse_graph, print_graph
+from flexspec.types import DType
+
+CONFIG = ModelConfig("llama", 32, 16, 2, 2, 1, 8, 24, 1e-5, 64)
+
+
+def test_hash_is_frozen() -> None:
+    """Artifacts and caches are keyed by it: a change here is a format change and belongs in the changelog."""
+    graph = build_model(CONFIG, DType.F32)
+    assert graph.hash() == "0ee0a5cf7651ea3ef308b0a45fdb547b293751494ec33623444c659445e2a68d"
+
+
+def test_renaming_intermediate_values_and_the_graph_keeps_the_hash() -> None:
+    graph = build_model(CONFIG, DType.F32)
+    text = re.sub(r"%(\w+)_(\d+)\b", r"%v\2.\1", print_graph(graph)).replace("graph llm", "graph other")
+    renamed = parse_graph(text)
+    assert {v.name for v in renamed.values()} != {v.name for v in graph.values()}
+    assert renamed.hash() == graph.hash()
+
+
+def test_step_inputs_may_be_renamed_weights_may_not() -> None:
+    text = print_graph(build_model(CONFIG, DType.F32))
+    assert parse_graph(text.replace("%ids_T", "%tokens_T")).hash() == parse_graph(text).hash()
+    assert parse_graph(text.replace("%norm.weight", "%norm2.weight")).hash() != parse_graph(text).hash()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("eps=1e-05", "eps=1e-06"), ("f32[32,16]:weight", "f32[64,16]:weight"), ("= swiglu(", "= add(")],
+)
+def test_changes_of_meaning_change_the_hash(old: str, new: str) -> None:
+    text = print_graph(build_model(CONFIG, DType.F32))
+    assert old in text
+    assert parse_graph(text.replace(old, new, 1)).hash() != parse_graph(text).hash()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(CONFIG, tied_embeddings=True),
+        replace(CONFIG, qkv_bias=True),
+        replace(CONFIG, qk_norm=True),
+        replace(CONFIG, max_positions=128),
+        replace(CONFIG, rope=RopeConfig(theta=5e5)),
+        replace(CONFIG, rope=RopeConfig(kind="linear", factor=2.0)),
+    ],
+)
+def test_configurations_that_differ_hash_differently(config: ModelConfig) -> None:
+    assert build_model(config, DType.F32).hash() != build_model(CONFIG, DType.F32).hash()
+
+
+def test_fields_that_a_rope_kind_does_not_read_do_not_matter() -> None:
+    noisy = replace(CONFIG, rope=RopeConfig(factor=8.0, low_freq_factor=2.0, original_max_positions=32))
+    assert build_model(noisy, DType.F32).hash() == build_model(CONFIG, DType.F32).hash()
+
+
+def test_integers_given_for_floats_do_not_matter() -> None:
+    whole = replace(CONFIG, rope=RopeConfig(theta=10_000))
+    assert build_model(whole, DType.F32).hash() == build_model(CONFIG, DType.F32).hash()
