@@ -1,0 +1,57 @@
+"""What a drafter is: tokens in, token trees out, one private state per request.
+
+Owns the protocol between the engine and everything that guesses. A draft may be wrong but never harmful: drafters share
+nothing with the LLM's state, draw no noise the verifier uses, and do not raise for what a request contains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.sampling import SamplingParams
+from flexspec.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """One request's wish for a tree. ``max_nodes`` counts drafted nodes, the root not among them."""
+
+    request_id: int
+    last_token: int
+    max_nodes: int
+    max_depth: int
+    params: SamplingParams
+
+
+class Drafter(Protocol):
+    """Proposes token trees for a batch of requests.
+
+    The engine calls, per request and in this order: ``begin`` once, ``observe_prompt`` for each prefilled piece of the
+    prompt (only if ``reads_features``), then ``observe`` after every commit (the first one is the token that prefill
+    gave) and ``propose`` before every verify, and ``end`` when the request finishes, is cancelled or is pushed out.
+    Unknown ids are fine everywhere: a request that was never begun gets a root-only tree.
+    """
+
+    name: str
+    reads_features: bool
+
+    def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None: ...
+
+    def observe_prompt(self, request_id: int, start: int, features_KE: NDArray[np.float32] | None) -> None:
+        """LLM features of prompt rows ``start .. start + K - 1``; the last row's come with the first commit too."""
+        ...
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        """One tree per request, in order; each root is the request's last committed token."""
+        ...
+
+    def observe(self, request_id: int, committed: Sequence[int], features_KE: NDArray[np.float32] | None) -> None:
+        """``features_KE[i]`` is the LLM's feature at the position BEFORE ``committed[i]``: root, accepted nodes."""
+        ...
+
+    def end(self, request_id: int) -> None: ...

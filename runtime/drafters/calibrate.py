@@ -1,0 +1,61 @@
+"""What a drafter's claims are worth, learned from what the verifier accepted.
+
+Owns the acceptance counts per source, depth and claimed score. It reads outcomes and writes nothing back into trees: a
+tree keeps its claimed scores, so that the next outcome is booked under the claim it was made with.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection
+
+from flexspec.tree import TokenTree
+
+SCORE_EDGES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+DEPTH_EDGES = (2, 3, 5, 9)  # depths 1 | 2 | 3-4 | 5-8 | 9 and deeper
+PRIOR_TRIALS = 8.0  # the claim weighs as much as this many observations
+DECAY = 0.998  # of a cell per new observation in it: it remembers about its last 500
+
+_Key = tuple[str, int, int]
+
+
+class Calibration:
+    """Beta-smoothed acceptance rates; starts by believing every claim."""
+
+    def __init__(self) -> None:
+        self._cells: dict[_Key, list[float]] = {}  # accepted, tried; both decayed
+
+    def scores(self, tree: TokenTree) -> list[float]:
+        """The measured chance of each node given its parent; 1 for the root."""
+        cells = self._cells
+        result = [1.0] * len(tree)
+        depth = [0] * len(tree)
+        for i in range(1, len(tree)):
+            depth[i] = depth[tree.parents[i]] + 1
+            claim = tree.scores[i]
+            cell = cells.get((tree.sources[i], bisect_right(DEPTH_EDGES, depth[i]), bisect_right(SCORE_EDGES, claim)))
+            if cell is not None:
+                claim = (cell[0] + PRIOR_TRIALS * claim) / (cell[1] + PRIOR_TRIALS)
+            result[i] = claim
+        return result
+
+    def update(self, tree: TokenTree, accepted_nodes: Collection[int]) -> None:
+        """Book one verify: only children of the root and of accepted nodes were put to the test."""
+        accepted = set(accepted_nodes) | {0}
+        depth = [0] * len(tree)
+        for i in range(1, len(tree)):
+            parent = tree.parents[i]
+            depth[i] = depth[parent] + 1
+            if parent not in accepted:
+                continue
+            key = (tree.sources[i], bisect_right(DEPTH_EDGES, depth[i]), bisect_right(SCORE_EDGES, tree.scores[i]))
+            cell = self._cells.setdefault(key, [0.0, 0.0])
+            cell[0] = cell[0] * DECAY + (i in accepted)
+            cell[1] = cell[1] * DECAY + 1.0
+
+    def table(self) -> dict[str, dict[str, float]]:
+        """Accepted and tried counts per "source/depth bucket/score bucket", for metrics and reports."""
+        return {
+            f"{source}/{depth}/{score}": {"accepted": cell[0], "tried": cell[1]}
+            for (source, depth, score), cell in sorted(self._cells.items())
+        }

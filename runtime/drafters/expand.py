@@ -1,0 +1,171 @@
+"""The shape of an SSM's token tree and its growth, level by level.
+
+Owns the static vector (SpecInfer's expansion, arXiv 2305.09781 section 3) and the dynamic form (best-first under a
+beam, as in EAGLE-2, arXiv 2406.16858), the growing tree with the rows that must be fed again, and the top-k of a
+logits row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.runtime.drafters.merge import most_promising, take_nodes
+from flexspec.tree import TokenTree
+
+TOP_CHILDREN = 8  # children a node may get in a dynamic tree; beyond it hit rates hardly rise
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """``children[i]`` children for each extended node of level i; ``beam`` nodes a level are extended, None for all."""
+
+    children: tuple[int, ...]
+    beam: int | None
+
+    @classmethod
+    def static(cls, vector: Sequence[int]) -> Expansion:
+        return cls(tuple(vector), None)
+
+    @classmethod
+    def dynamic(cls, depth: int, beam: int) -> Expansion:
+        return cls((TOP_CHILDREN,) * depth, beam)
+
+    def level_sizes(self) -> list[int]:
+        """Nodes made at each level, at most."""
+        sizes: list[int] = []
+        extended = 1
+        for children in self.children:
+            sizes.append(extended * children)
+            extended = sizes[-1] if self.beam is None else min(self.beam, sizes[-1])
+        return sizes
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the full tree, the root not counted."""
+        return sum(self.level_sizes())
+
+    @property
+    def draft_rows(self) -> int:
+        """Most rows behind the committed context: the extended nodes of all levels but the last."""
+        sizes = self.level_sizes()[:-1]
+        return sum(sizes if self.beam is None else [min(self.beam, size) for size in sizes])
+
+    def fitting(self, max_nodes: int, max_depth: int) -> Expansion:
+        """The levels that fit whole: for trees with sampled nodes, which must never be cut by what was drawn."""
+        total = 0
+        for level, size in enumerate(self.level_sizes()):
+            total += size
+            if total > max_nodes or level >= max_depth:
+                return Expansion(self.children[:level], self.beam)
+        return self
+
+
+class Growth:
+    """One request's tree while it grows.
+
+    An executor's ancestor bits reach only rows of the same step, so a level's step feeds the earlier branching rows
+    again, at the same slots. The unbranched ``stem`` below the root needs no bits: its rows, once fed, count as
+    context. ``features`` holds what the SSM put out at a fed node: the features input of its children.
+    """
+
+    __slots__ = (
+        "depths",
+        "features",
+        "laws",
+        "level",
+        "parents",
+        "rows",
+        "scores",
+        "source",
+        "stem",
+        "survival",
+        "tokens",
+    )
+
+    def __init__(self, root_token: int, source: str) -> None:
+        self.tokens, self.parents, self.scores = [root_token], [-1], [1.0]
+        self.survival, self.depths = [1.0], [0]
+        self.laws: dict[int, NDArray[np.float64]] = {}
+        self.features: dict[int, NDArray[np.float32]] = {}
+        self.level: list[int] = []  # nodes of the newest level
+        self.rows: list[int] = []  # fed nodes behind the stem, in slot order
+        self.stem = 0
+        self.source = source
+
+    def add(self, parent: int, token: int, score: float, law: NDArray[np.float64] | None = None) -> None:
+        """Add a child to ``parent``; it belongs to the newest level."""
+        node = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.scores.append(score)
+        self.survival.append(self.survival[parent] * score)
+        self.depths.append(self.depths[parent] + 1)
+        self.level.append(node)
+        if law is not None:
+            self.laws[node] = law
+
+    def begin_level(self, beam: int | None) -> list[int]:
+        """Nodes of the newest level to extend, the most promising ``beam``; the next ``add`` starts a new level."""
+        chosen = self.level
+        if beam is not None and len(chosen) > beam:
+            chosen = sorted(sorted(chosen, key=lambda i: (-self.survival[i], i))[:beam])
+        self.level = []
+        return chosen
+
+    def feed(self, chosen: Sequence[int]) -> list[int]:
+        """The nodes whose rows the step for ``chosen`` must hold, in slot order behind the stem; ``chosen`` last."""
+        self.rows.extend(chosen)
+        return list(self.rows)
+
+    def settle(self) -> None:
+        """After the step: a lone row of an unbranched tree becomes part of the stem."""
+        if len(self.rows) == 1:
+            self.rows.clear()
+            self.stem += 1
+
+    def ancestor_bits(self, rows: Sequence[int]) -> list[int]:
+        """For each row the bit set of its ancestors-or-self among ``rows``; nodes of the stem have no bit."""
+        place = {node: j for j, node in enumerate(rows)}
+        bits: list[int] = []
+        for j, node in enumerate(rows):
+            above = place.get(self.parents[node])
+            bits.append((bits[above] if above is not None else 0) | 1 << j)
+        return bits
+
+    def tree(self, max_nodes: int, max_depth: int) -> TokenTree:
+        """The finished tree, cut to its most promising nodes (trees with laws are never cut)."""
+        count = len(self.tokens) - 1
+        sources = ("root",) + (self.source,) * count
+        tree = TokenTree(tuple(self.tokens), tuple(self.parents), sources, tuple(self.scores), self.laws)
+        if self.laws:
+            assert count <= max_nodes, "a tree with sampled nodes is sized before it is drawn"
+            return tree
+        return take_nodes(tree, most_promising(tree, self.survival, max_nodes, max_depth))
+
+
+def top_successors(logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Indices and softmax probabilities [L, k] of each row's k largest logits, falling, ties to the lower index.
+
+    A row without a finite maximum gets probability 0 throughout (a diverged SSM must not stop the server). ``k`` argmax
+    sweeps: for the k that trees use they beat a partial sort by two to one.
+    """
+    rows = np.arange(len(logits_LV))
+    top_L = logits_LV.max(axis=1)
+    sound_L = np.isfinite(top_L)
+    left_LV = logits_LV - np.where(sound_L, top_L, np.float32(0.0))[:, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        total_L = np.exp(left_LV).sum(axis=1)
+    index_LK = np.empty((len(rows), min(k, logits_LV.shape[1])), np.int64)
+    value_LK = np.empty(index_LK.shape, np.float32)
+    for i in range(index_LK.shape[1]):
+        best_L = left_LV.argmax(axis=1)
+        index_LK[:, i] = best_L
+        value_LK[:, i] = left_LV[rows, best_L]
+        left_LV[rows, best_L] = -np.inf
+    with np.errstate(over="ignore", invalid="ignore"):
+        chance_LK = np.exp(value_LK) / total_L[:, None]
+    return index_LK, np.where(sound_L[:, None], chance_LK, np.float32(0.0))

@@ -1,0 +1,137 @@
+"""Drafts from a back-off n-gram table of the LLM's own text: no network, microseconds a tree.
+
+Owns the lookup and the best-first expansion; compiler/ngram_table.py owns the table. Lookups bisect memory-mapped
+arrays through memoryviews, which is several times cheaper than numpy for one value; what was looked up is
+cached per context.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import exp
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.compiler.ngram_table import PROB_STEP, SUCCESSORS, Arrays, check_table, extend_hash
+from flexspec.runtime.drafters.base import DraftRequest
+from flexspec.tree import TokenTree
+
+CACHED_CONTEXTS = 16_384  # about 12 MB when full
+_PROBABILITY = tuple(exp(-PROB_STEP * code) for code in range(256))
+
+Successors = tuple[tuple[int, float], ...]  # (token, probability), most likely first
+
+
+class _Level:
+    """The arrays of one context length as memoryviews of Python numbers."""
+
+    __slots__ = ("backoff", "keys", "probs", "starts", "tokens")
+
+    def __init__(self, arrays: Arrays, n: int) -> None:
+        self.keys, self.starts = arrays[f"keys.{n}"].data, arrays[f"starts.{n}"].data
+        self.backoff, self.tokens = arrays[f"backoff.{n}"].data, arrays[f"tokens.{n}"].data
+        self.probs = arrays[f"probs.{n}"].data
+
+
+class NgramModel:
+    """Interpolated next-token probabilities after a context of up to ``reach`` tokens."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        check_table(arrays, "n-gram table")
+        self.reach = int(arrays["meta"][1]) - 1
+        self._levels = [_Level(arrays, n) for n in range(self.reach + 1)]
+        self._cache: dict[tuple[int, ...], Successors] = {}
+
+    def successors(self, context: tuple[int, ...]) -> Successors:
+        """The most likely next tokens after ``context`` (oldest first, at most ``reach`` tokens)."""
+        found = self._cache.get(context)
+        if found is None:
+            found = self._look_up(context)
+            if len(self._cache) >= CACHED_CONTEXTS:
+                self._cache.clear()
+            self._cache[context] = found
+        return found
+
+    def _look_up(self, context: tuple[int, ...]) -> Successors:
+        level = self._levels[len(context)]
+        state = 0
+        for token in reversed(context):
+            state = extend_hash(state, token)
+        key = state >> 32
+        at = bisect_left(level.keys, key)
+        shorter = self.successors(context[1:]) if context else ()
+        if at == len(level.keys) or level.keys[at] != key:
+            return shorter
+        start, stop = level.starts[at], level.starts[at + 1]
+        probability = _PROBABILITY
+        mass = probability[level.backoff[at]]
+        merged = {token: mass * chance for token, chance in shorter}
+        for token, code in zip(level.tokens[start:stop], level.probs[start:stop], strict=True):
+            merged[token] = merged.get(token, 0.0) + probability[code]
+        return tuple(sorted(merged.items(), key=lambda item: (-item[1], item[0]))[:SUCCESSORS])
+
+
+def expand_ngrams(model: NgramModel, context: tuple[int, ...], root: int, max_nodes: int, max_depth: int) -> TokenTree:
+    """The ``max_nodes`` most likely nodes by path probability, parents first."""
+    tokens, parents, scores = [root], [-1], [1.0]
+    contexts, paths, depths = [context], [1.0], [0]
+    heap: list[tuple[float, int, int, int, Successors]] = []  # -path, order, parent, rank among its children, children
+    order = node = 0
+    while len(tokens) <= max_nodes:
+        if depths[node] < max_depth:
+            children = model.successors(contexts[node])
+            if children:
+                heappush(heap, (-paths[node] * children[0][1], order, node, 0, children))
+                order += 1
+        if not heap:
+            break
+        path, _, parent, rank, children = heappop(heap)
+        token, score = children[rank]
+        node = len(tokens)
+        tokens.append(token)
+        parents.append(parent)
+        scores.append(min(score, 1.0))
+        paths.append(-path)
+        depths.append(depths[parent] + 1)
+        contexts.append((*contexts[parent], token)[-model.reach :])
+        if rank + 1 < len(children):
+            heappush(heap, (-paths[parent] * children[rank + 1][1], order, parent, rank + 1, children))
+            order += 1
+    return TokenTree(tuple(tokens), tuple(parents), ("root",) + ("ngram",) * (len(tokens) - 1), tuple(scores))
+
+
+class NgramDrafter:
+    """Best-first trees from one table shared by all requests; a request's state is its last few tokens."""
+
+    name = "ngram"
+    reads_features = False
+
+    def __init__(self, model: NgramModel) -> None:
+        self._model = model
+        self._contexts: dict[int, tuple[int, ...]] = {}
+
+    def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
+        self._contexts[request_id] = tuple(prompt_ids[-self._model.reach :])
+
+    def observe_prompt(self, request_id: int, start: int, features_KE: NDArray[np.float32] | None) -> None:
+        """Nothing to learn: this drafter reads tokens only."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        return [self._propose_one(request) for request in requests]
+
+    def _propose_one(self, request: DraftRequest) -> TokenTree:
+        context = self._contexts.get(request.request_id)
+        if context is None:
+            return TokenTree.root_only(request.last_token)
+        return expand_ngrams(self._model, context, request.last_token, request.max_nodes, request.max_depth)
+
+    def observe(self, request_id: int, committed: Sequence[int], features_KE: NDArray[np.float32] | None) -> None:
+        context = self._contexts.get(request_id)
+        if context is not None:
+            self._contexts[request_id] = (*context, *committed)[-self._model.reach :]
+
+    def end(self, request_id: int) -> None:
+        self._contexts.pop(request_id, None)

@@ -1,0 +1,197 @@
+"""The draft plan: which drafters run, in which shape, and the most they can ask for in a round.
+
+Owns the parsing of the command line's words and the one worst-case function that scheduler, KV pools and context checks
+all call (a sum that forgets drafts is how servers overrun their caches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from flexspec.errors import RequestError
+from flexspec.runtime.drafters.expand import Expansion
+
+METHODS = ("off", "chain", "tree", "budget")
+SOURCES = ("suffix", "ngram", "ssm")
+SAMPLED = ("deterministic", "mixed")
+MAX_NODES = 255  # four ancestor words with the root
+MAX_DEPTH = 64
+
+_SYNTAX = "off | chain:DEPTH | tree:K1,K2,... | budget:NODES, then /option=value"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """``method`` decides what is verified of the sources' merged tree.
+
+    off: nothing is drafted. chain: its best path, ``max_depth`` long. tree: all of it, the SSM in the static shape
+    ``vector``. budget: the nodes that pay by survival and step cost, at most ``max_nodes``. ``ssm_depth`` and ``beam``
+    shape the SSM's dynamic tree (budget only): levels, and nodes extended at each. ``sampled`` "mixed" draws one child
+    a node for sampled requests (tree of the SSM alone). Raises RequestError (param "draft") for what cannot be.
+    """
+
+    method: str = "budget"
+    vector: tuple[int, ...] = ()
+    max_nodes: int = 16
+    max_depth: int = 8
+    ssm_depth: int = 2
+    beam: int = 8
+    sources: tuple[str, ...] = ("suffix", "ngram")
+    sampled: str = "deterministic"
+
+    def __post_init__(self) -> None:
+        _choice("method", self.method, METHODS)
+        _choice("sampled", self.sampled, SAMPLED)
+        for source in self.sources:
+            _choice("sources", source, SOURCES)
+        _range("nodes", self.max_nodes, MAX_NODES)
+        _range("depth", self.max_depth, MAX_DEPTH)
+        _range("ssm_depth", self.ssm_depth, MAX_DEPTH)
+        _range("beam", self.beam, MAX_NODES)
+        for children in self.vector:
+            _range("tree children", children, MAX_NODES)
+        if (self.method == "tree") != bool(self.vector):
+            _refuse(
+                f"method {self.method} with vector {self.vector}",
+                "a vector with method tree, and only there",
+                "tree:1,1,3,1",
+            )
+        if self.method != "off" and (not self.sources or len(set(self.sources)) < len(self.sources)):
+            _refuse(
+                f"sources {self.sources}",
+                f"one or more of {', '.join(SOURCES)}, each once",
+                "budget:16/sources=suffix+ngram",
+            )
+        if self.sampled == "mixed" and (self.method != "tree" or self.sources != ("ssm",)):
+            _refuse("sampled=mixed", "method tree with the SSM as only source", "tree:2,2,1/sources=ssm/sampled=mixed")
+        limits = _tree_size(self)
+        if limits[0] > MAX_NODES or limits[1] > MAX_DEPTH:
+            _refuse(
+                f"a tree of {limits[0]} nodes, depth {limits[1]}",
+                f"at most {MAX_NODES} nodes, depth {MAX_DEPTH}",
+                "tree:1,1,3,1",
+            )
+
+    @property
+    def expansion(self) -> Expansion:
+        """The shape of the SSM's own tree."""
+        if self.method == "tree":
+            return Expansion.static(self.vector)
+        if self.method == "chain":
+            return Expansion.static((1,) * self.max_depth)
+        return Expansion.dynamic(min(self.ssm_depth, self.max_depth), self.beam)
+
+    @classmethod
+    def parse(cls, text: str) -> DraftPlan:
+        """From ``METHOD[:SIZE][/option=value]...``, as in ``budget:16/depth=8/sources=suffix+ngram+ssm``.
+
+        Options: nodes, depth, ssm_depth, beam, sources, sampled. Raises RequestError naming the part at fault.
+        """
+        head, *options = text.strip().split("/")
+        method, _, size = head.partition(":")
+        _choice("method", method, METHODS)
+        values = _parse_size(method, size, text)
+        for option in options:
+            name, equals, value = option.partition("=")
+            reader = _OPTIONS.get(name)
+            if not equals or reader is None:
+                _refuse(
+                    f"draft option {option!r}", f"option=value with one of {', '.join(_OPTIONS)}", "budget:16/depth=8"
+                )
+            field_name, read = reader
+            values[field_name] = read(name, value)
+        return cls(**values)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """The text that parses back to this plan."""
+        if self.method == "off":
+            return "off"
+        size = {"chain": self.max_depth, "budget": self.max_nodes}.get(self.method) or ",".join(map(str, self.vector))
+        head = f"{self.method}:{size}"
+        default = DraftPlan.parse(head)
+        for name, (field_name, _) in _OPTIONS.items():
+            value = getattr(self, field_name)
+            if value != getattr(default, field_name):
+                head += f"/{name}={'+'.join(value) if isinstance(value, tuple) else value}"
+        return head
+
+
+@dataclass(frozen=True, slots=True)
+class WorstCase:
+    """Per request and round: drafted nodes (root not counted), tree depth, SSM rows behind its committed context."""
+
+    max_nodes: int
+    max_depth: int
+    ssm_rows: int
+
+
+def worst_case(plan: DraftPlan) -> WorstCase:
+    """The most one request can take in one round under ``plan``."""
+    if plan.method == "off":
+        return WorstCase(0, 0, 0)
+    nodes, depth = _tree_size(plan)
+    return WorstCase(nodes, depth, plan.expansion.draft_rows if "ssm" in plan.sources else 0)
+
+
+def _tree_size(plan: DraftPlan) -> tuple[int, int]:
+    """(nodes, depth) that a round may verify."""
+    if plan.method == "chain":
+        return plan.max_depth, plan.max_depth
+    if plan.method == "tree" and plan.sources == ("ssm",):
+        return plan.expansion.nodes, len(plan.vector)
+    if plan.method == "tree":  # other sources add to the static tree, up to max_nodes in all
+        return max(plan.max_nodes, plan.expansion.nodes), max(plan.max_depth, len(plan.vector))
+    return plan.max_nodes, min(plan.max_depth, plan.max_nodes)
+
+
+def _parse_size(method: str, size: str, text: str) -> dict[str, object]:
+    if method == "off":
+        if size:
+            _refuse(f"draft plan {text!r}", "off without a size", "off")
+        return {"method": "off"}
+    if not size:
+        _refuse(f"draft plan {text!r} without a size", _SYNTAX, f"{method}:{'1,1,3,1' if method == 'tree' else 8}")
+    if method == "tree":
+        vector = tuple(_integer("tree children", part) for part in size.strip("<>").split(","))
+        return {"method": method, "vector": vector, "sources": ("ssm",)}
+    return {"method": method, "max_depth" if method == "chain" else "max_nodes": _integer(method, size)}
+
+
+def _integer(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        _refuse(f"{name} {text!r}", "a whole number", f"write {name} in digits")
+    return int(text)
+
+
+def _source_list(name: str, text: str) -> tuple[str, ...]:
+    return tuple(text.split("+"))
+
+
+def _word(name: str, text: str) -> str:
+    return text
+
+
+_OPTIONS: Mapping[str, tuple[str, Callable[[str, str], object]]] = {
+    "nodes": ("max_nodes", _integer),
+    "depth": ("max_depth", _integer),
+    "ssm_depth": ("ssm_depth", _integer),
+    "beam": ("beam", _integer),
+    "sources": ("sources", _source_list),
+    "sampled": ("sampled", _word),
+}
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        _refuse(f"{name} {value!r}", f"one of {', '.join(allowed)}", _SYNTAX)
+
+
+def _range(name: str, value: int, high: int) -> None:
+    if not 1 <= value <= high:
+        _refuse(f"{name} {value}", f"a number from 1 to {high}", f"choose {name} inside that range")
+
+
+def _refuse(found: str, expected: str, fix: str) -> NoReturn:
+    raise RequestError(found, expected, fix, param="draft")

@@ -1,0 +1,322 @@
+"""Drafts by a small speculative model over its own executor and KV pool.
+
+Owns each request's context in the SSM: what is cached, what waits to be fed, its pages. Two kinds of SSM: a plain
+decoder over the LLM's vocabulary, and a fused-state one that also reads the LLM's hidden features (EAGLE-3, arXiv
+2503.01840) and drafts over a reduced vocabulary. Drafted rows never survive a round: committed tokens are fed again,
+with true features, over the slots that the drafts had used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.errors import CapacityError
+from flexspec.runtime.drafters.base import DraftRequest
+from flexspec.runtime.drafters.expand import Expansion, Growth, top_successors
+from flexspec.runtime.drafters.pages import PageAllocator, RowGroup, pack_rows
+from flexspec.runtime.noise import DraftNoise, draft_child
+from flexspec.runtime.step import Executor
+from flexspec.runtime.transforms import target_law
+from flexspec.tree import TokenTree
+
+
+@dataclass(slots=True)
+class _Context:
+    """One request in the SSM. ``pending`` tokens are committed but not cached; ``cached`` rows are.
+
+    ``next_position`` is the sequence position of the next token to become pending. ``prompt`` is held by a fused-state
+    SSM until the features of its rows have come.
+    """
+
+    next_position: int = 0
+    prompt: list[int] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
+    features: list[NDArray[np.float32]] = field(default_factory=list)  # one for each pending token
+    cached: int = 0
+    pages: list[int] = field(default_factory=list)
+    last: tuple[int, NDArray[np.float32] | None] | None = None  # newest cached token and its feature
+    given_up: bool = False
+
+    def restart(self, position: int) -> None:
+        """Forget all rows: the next token fed has sequence position ``position``."""
+        self.pending.clear()
+        self.features.clear()
+        self.cached = 0
+        self.last = None
+        self.next_position = position
+
+
+@dataclass(slots=True)
+class _Job:
+    """One request of a ``propose`` call."""
+
+    place: int  # in the caller's list
+    request: DraftRequest
+    context: _Context
+    growth: Growth
+    expansion: Expansion
+    noise: DraftNoise | None  # draws one child a node; None: all children are the most likely ones
+
+
+class SsmDrafter:
+    """Trees of one SSM for all requests at once: one catch-up step, then one step per further level.
+
+    ``keep_ids[i]`` is the token of output row i (None: the SSM has the LLM's ``vocab_size``). ``sampled`` "mixed" draws
+    the last child of each node for sampled requests and keeps its law; else children are deterministic. Requests beyond
+    the SSM's positions or its pool get root-only trees. Raises CapacityError for an expansion the executor cannot run.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        expansion: Expansion,
+        vocab_size: int,
+        *,
+        keep_ids: NDArray[np.integer] | None = None,
+        reads_features: bool = False,
+        sampled: str = "deterministic",
+        name: str = "ssm",
+    ) -> None:
+        if expansion.draft_rows > executor.max_rows:
+            raise CapacityError(
+                f"an expansion with {expansion.draft_rows} draft rows", f"at most {executor.max_rows} rows a step",
+                "choose a smaller tree, or compile the SSM with more rows",
+            )  # fmt: skip
+        outputs = vocab_size if keep_ids is None else len(keep_ids)
+        if outputs != executor.vocab_size:
+            raise CapacityError(
+                f"an SSM with {executor.vocab_size} outputs", f"{outputs} outputs, one a token it may draft",
+                "use the SSM made for this LLM (same tokenizer, its own keep_ids)",
+            )  # fmt: skip
+        self.name = name
+        self.reads_features = reads_features
+        self.counts: Counter[str] = Counter()  # steps, rows, and requests skipped by reason
+        self._executor = executor
+        self._expansion = expansion
+        self._vocab_size = vocab_size
+        self._keep_ids = np.arange(vocab_size) if keep_ids is None else np.asarray(keep_ids, np.int64)
+        self._mixed = sampled == "mixed"
+        self._pool = PageAllocator(executor.pages)
+        self._contexts: dict[int, _Context] = {}
+
+    @property
+    def free_pages(self) -> int:
+        return self._pool.free_pages
+
+    def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
+        self.end(request_id)
+        context = self._contexts[request_id] = _Context()
+        if self.reads_features:
+            context.prompt = list(prompt_ids)
+        else:
+            context.pending = list(prompt_ids)
+            context.next_position = len(prompt_ids)
+
+    def observe_prompt(self, request_id: int, start: int, features_KE: NDArray[np.float32] | None) -> None:
+        """Pair each feature with the token after it. Rows never seen (a prefix-cache hit) stay out of the context."""
+        context = self._contexts.get(request_id)
+        if context is None or features_KE is None or not self.reads_features:
+            return
+        tokens = context.prompt[start + 1 : start + 1 + len(features_KE)]
+        if tokens and context.next_position != start + 1:
+            context.restart(start + 1)
+        self._append(context, tokens, features_KE)
+
+    def observe(self, request_id: int, committed: Sequence[int], features_KE: NDArray[np.float32] | None) -> None:
+        context = self._contexts.get(request_id)
+        if context is None or not committed:
+            return
+        if self.reads_features and context.prompt:
+            if context.next_position != len(context.prompt):
+                context.restart(len(context.prompt))
+            context.prompt = []
+        if self.reads_features and features_KE is None:  # a hole: start again behind it
+            context.restart(context.next_position + len(committed))
+            return
+        self._append(context, committed, features_KE)
+
+    def _append(self, context: _Context, tokens: Sequence[int], features_KE: NDArray[np.float32] | None) -> None:
+        context.pending.extend(tokens)
+        context.next_position += len(tokens)
+        if self.reads_features and features_KE is not None:
+            context.features.extend(
+                np.array(features_KE[: len(tokens)], np.float32)
+            )  # copied: the step reuses its buffer
+
+    def end(self, request_id: int) -> None:
+        context = self._contexts.pop(request_id, None)
+        if context is not None:
+            self._pool.release(context.pages)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        trees = [TokenTree.root_only(request.last_token) for request in requests]
+        jobs = [job for i, request in enumerate(requests) if (job := self._prepare(i, request)) is not None]
+        self._catch_up(jobs)
+        for level in range(1, max((len(job.expansion.children) for job in jobs), default=0)):
+            self._extend([job for job in jobs if level < len(job.expansion.children)], level)
+        for job in jobs:
+            trees[job.place] = job.growth.tree(job.request.max_nodes, job.request.max_depth)
+        return trees
+
+    def _prepare(self, place: int, request: DraftRequest) -> _Job | None:
+        """The request's job with pages for its worst case, or None when it cannot be drafted for now."""
+        context = self._contexts.get(request.request_id)
+        if context is None or context.given_up or request.max_nodes < 1 or request.max_depth < 1:
+            return None
+        if not context.pending and context.last is not None:  # proposed before without a commit: feed the root again
+            token, feature = context.last
+            context.pending.append(token)
+            context.features.extend([] if feature is None else [feature])
+            context.cached -= 1
+            context.last = None
+        if not context.pending:
+            return None
+        room = self._executor.max_positions - context.next_position
+        if room < 0:  # the SSM's context is full for good
+            self._give_up(context)
+            return None
+        drawn = self._mixed and not request.params.greedy
+        expansion = self._expansion
+        depth = min(request.max_depth, room + 1, len(expansion.children))
+        expansion = Expansion(expansion.children[:depth], expansion.beam)
+        if drawn:
+            expansion = expansion.fitting(request.max_nodes, depth)
+        if not expansion.children:
+            return None
+        if not self._pool.grow(context.pages, context.cached + len(context.pending) + expansion.draft_rows):
+            self.counts["skipped_pool_full"] += 1
+            return None
+        seed = request.params.seed if request.params.seed is not None else request.request_id
+        noise = DraftNoise(seed, context.next_position) if drawn else None
+        return _Job(place, request, context, Growth(request.last_token, self.name), expansion, noise)
+
+    def _give_up(self, context: _Context) -> None:
+        self.counts["skipped_out_of_positions"] += 1
+        context.given_up = True
+        context.restart(0)
+        self._pool.release(context.pages)
+
+    def _catch_up(self, jobs: Sequence[_Job]) -> None:
+        """Feed all pending tokens in steps of at most max_rows; the last row of each request makes its first level."""
+        waiting = list(jobs)
+        while waiting:
+            left = self._executor.max_rows
+            groups: list[RowGroup] = []
+            done: list[tuple[_Job, int]] = []  # finished jobs and their last row in this step
+            rows = 0
+            for job in waiting:
+                take = min(len(job.context.pending), left)
+                if not take:
+                    break
+                final = take == len(job.context.pending)
+                groups.append(self._pending_rows(job.context, take, final))
+                rows, left = rows + take, left - take
+                if final:
+                    done.append((job, rows - 1))
+            logits_LV, features_TE = self._run(groups)
+            for job, row in done:
+                if features_TE is not None:
+                    job.growth.features[0] = features_TE[row].copy()
+            if done:
+                self._add_children([(job, 0) for job, _ in done], logits_LV, 0)
+            waiting = [job for job in waiting if job.context.pending]
+
+    def _pending_rows(self, context: _Context, take: int, final: bool) -> RowGroup:
+        """Move ``take`` pending tokens into the cache."""
+        first = context.next_position - len(context.pending)
+        tokens, features = context.pending[:take], context.features[:take]
+        group = RowGroup(
+            tokens, range(first, first + take), context.cached, context.pages, [take - 1] if final else [],
+            features=features if self.reads_features else None,
+        )  # fmt: skip
+        del context.pending[:take], context.features[:take]
+        context.cached += take
+        context.last = (tokens[-1], features[-1] if features else None)
+        return group
+
+    def _extend(self, jobs: Sequence[_Job], level: int) -> None:
+        """Feed the chosen nodes of the newest level of every job, and add their children."""
+        left = self._executor.max_rows
+        batch: list[tuple[_Job, list[int], list[int]]] = []  # job, rows to feed, nodes to extend
+        for job in jobs:
+            chosen = job.growth.begin_level(job.expansion.beam)
+            if not chosen:
+                continue
+            rows = job.growth.feed(chosen)
+            if len(rows) > left:
+                self._step_level(batch, level)
+                batch, left = [], self._executor.max_rows
+            batch.append((job, rows, chosen))
+            left -= len(rows)
+        if batch:
+            self._step_level(batch, level)
+
+    def _step_level(self, batch: Sequence[tuple[_Job, list[int], list[int]]], level: int) -> None:
+        groups = [self._draft_rows(job, rows, chosen) for job, rows, chosen in batch]
+        logits_LV, features_TE = self._run(groups)
+        first = 0
+        extended: list[tuple[_Job, int]] = []
+        for job, rows, chosen in batch:
+            for j in range(len(rows) - len(chosen), len(rows)):
+                if features_TE is not None:
+                    job.growth.features[rows[j]] = features_TE[first + j].copy()
+                extended.append((job, rows[j]))
+            job.growth.settle()
+            first += len(rows)
+        self._add_children(extended, logits_LV, level)
+
+    def _draft_rows(self, job: _Job, rows: list[int], chosen: list[int]) -> RowGroup:
+        growth, context = job.growth, job.context
+        root_position = context.next_position - 1
+        return RowGroup(
+            [growth.tokens[node] for node in rows],
+            [root_position + growth.depths[node] for node in rows],
+            context.cached + growth.stem,
+            context.pages,
+            range(len(rows) - len(chosen), len(rows)),
+            bits=growth.ancestor_bits(rows) if len(rows) > 1 else None,
+            features=[growth.features[growth.parents[node]] for node in rows] if self.reads_features else None,
+        )
+
+    def _run(self, groups: Sequence[RowGroup]) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        batch = pack_rows(groups)
+        self.counts["steps"] += 1
+        self.counts["rows"] += len(batch.ids_T)
+        result = self._executor.step(batch, want_logits=True)
+        assert result.logits_LV is not None, "the SSM's executor gives logits"
+        assert not self.reads_features or result.features_TE is not None, "a fused-state SSM puts its states out"
+        return result.logits_LV, result.features_TE if self.reads_features else None
+
+    def _add_children(self, nodes: Sequence[tuple[_Job, int]], logits_LV: NDArray[np.float32], level: int) -> None:
+        """Children of each (job, node), whose logits are the rows of ``logits_LV``."""
+        most = max(job.expansion.children[level] for job, _ in nodes)
+        index_LK, chance_LK = top_successors(logits_LV, most)
+        tokens_LK = self._keep_ids[index_LK]
+        for (job, node), tokens, chances, logits_V in zip(
+            nodes, tokens_LK.tolist(), chance_LK.tolist(), logits_LV, strict=True
+        ):
+            if chances[0] <= 0.0:
+                self.counts["skipped_not_finite"] += 1
+                continue
+            width = job.expansion.children[level]
+            certain = width if job.noise is None else width - 1
+            for token, chance in zip(tokens[:certain], chances[:certain], strict=True):
+                job.growth.add(node, token, chance)
+            if job.noise is not None:
+                self._draw_child(job, job.noise, node, tokens[:certain], logits_V)
+
+    def _draw_child(
+        self, job: _Job, noise: DraftNoise, node: int, kept: list[int], logits_V: NDArray[np.float32]
+    ) -> None:
+        """One child drawn from the SSM's law beside the ``kept`` ones; its claim is the mass that law leaves it."""
+        law_V = np.zeros(self._vocab_size, np.float64)
+        law_V[self._keep_ids] = target_law(logits_V, job.request.params)
+        drawn = draft_child(law_V, kept, noise, job.growth.depths[node])
+        if drawn is not None:
+            token, child_law_V = drawn
+            job.growth.add(node, token, 1.0 - float(law_V[kept].sum()), child_law_V)

@@ -1,0 +1,208 @@
+"""Drafts by copying: a suffix automaton over the prompt and the request's own output.
+
+Owns the automaton and the drafter on top of it. The suffix link of the newest state is, by construction, the longest
+suffix of the text that has occurred before, so the longest match costs nothing to find (Blumer et al. 1985; used for
+drafting in SAM-Decoding, arXiv 2411.10666). Pure Python, amortised constant time per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.runtime.drafters.base import DraftRequest
+from flexspec.tree import TokenTree
+
+# Claimed chance that the token after a match of 1, 2, ... tokens repeats; longer matches use the last entry. A starting
+# point only: runtime/drafters/calibrate.py replaces it by what the verifier measured.
+CONFIDENCE = (0.0, 0.20, 0.40, 0.60, 0.70, 0.80, 0.85, 0.90, 0.92)
+MAX_DEPTH = 16  # deepest copy proposed in one round
+WINDOW_TOKENS = 16_384  # newest prompt tokens indexed; about 0.6 KB of state per token
+COUNT_STEPS = 24  # link steps per token that update counts; a bound for text such as "aaaa", where links form a chain
+FAN_OUT = 4  # distinct continuations kept at a node
+CROWDED = 64  # a one-token match with more continuations than this says nothing
+
+
+class SuffixAutomaton:
+    """Online suffix automaton of a token text with occurrence counts.
+
+    State 0 is the empty string. ``link[last]`` is the state of the longest suffix seen before; ``count`` and ``end``
+    are the number and the latest end position of a state's occurrences (exact unless COUNT_STEPS cut the walk).
+    """
+
+    __slots__ = ("count", "end", "last", "length", "link", "next", "size")
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self.next: list[dict[int, int]] = [{}]
+        self.link = [-1]
+        self.length = [0]
+        self.count = [0]
+        self.end = [0]
+        self.last = 0
+        self.size = 0
+        self.extend(tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the text."""
+        nexts, link, length, count, end = self.next, self.link, self.length, self.count, self.end
+        last, size = self.last, self.size
+        for token in tokens:
+            size += 1
+            state = len(nexts)
+            nexts.append({})
+            length.append(size)
+            count.append(0)
+            end.append(size)
+            link.append(0)
+            walk = last
+            while walk != -1 and token not in nexts[walk]:
+                nexts[walk][token] = state
+                walk = link[walk]
+            if walk != -1:
+                target = nexts[walk][token]
+                link[state] = target if length[target] == length[walk] + 1 else self._clone(walk, token, target)
+            walk, steps = state, COUNT_STEPS
+            while walk > 0 and steps:
+                count[walk] += 1
+                end[walk] = size
+                walk = link[walk]
+                steps -= 1
+            last = state
+        self.last, self.size = last, size
+
+    def _clone(self, walk: int, token: int, target: int) -> int:
+        """Split ``target``: its strings up to length[walk] + 1 get a state of their own. Returns that state."""
+        nexts, link, length = self.next, self.link, self.length
+        clone = len(nexts)
+        nexts.append(nexts[target].copy())
+        length.append(length[walk] + 1)
+        link.append(link[target])
+        self.count.append(self.count[target])
+        self.end.append(self.end[target])
+        while walk != -1 and nexts[walk].get(token) == target:
+            nexts[walk][token] = clone
+            walk = link[walk]
+        link[target] = clone
+        return clone
+
+    def match_tokens(self) -> int:
+        """Length of the longest suffix of the text that also occurs earlier."""
+        return self.length[self.link[self.last]] if self.size else 0
+
+    def continuations(self, state: int) -> list[tuple[int, int]]:
+        """``(token, state)`` of what followed the state's strings: most frequent first, then most recently new."""
+        count, end = self.count, self.end
+        found = list(self.next[state].items())
+        if len(found) > 1:
+            found.sort(key=lambda item: (-count[item[1]], -end[item[1]], item[0]))
+        return found
+
+
+def expand_matches(automaton: SuffixAutomaton, root: int, max_nodes: int, max_depth: int) -> TokenTree:
+    """Best-first tree of the continuations of the longest match, up to ``max_nodes`` drafted nodes.
+
+    A node at depth d extends the match by d tokens, so its claimed chance is that of a match that long, shared among
+    the continuations by their counts. At the root two shorter matches add the tokens the longest one never saw.
+    """
+    tokens, parents, scores = [root], [-1], [1.0]
+    heap: list[tuple[float, int, int, int, int, float, int]] = []  # -path, order, parent, token, state, score, match
+    order = 0
+    for token, state, score, match in _root_candidates(automaton):
+        heappush(heap, (-score, order, 0, token, state, score, match))
+        order += 1
+    depths = [0]
+    depth_limit = min(max_depth, MAX_DEPTH)
+    while heap and len(tokens) <= max_nodes and depth_limit > 0:
+        path, _, parent, token, state, score, match = heappop(heap)
+        node = len(tokens)
+        tokens.append(token)
+        parents.append(parent)
+        scores.append(score)
+        depths.append(depths[parent] + 1)
+        if depths[node] < depth_limit:
+            for child, child_state, child_score, child_match in _candidates(automaton, state, match):
+                heappush(heap, (path * child_score, order, node, child, child_state, child_score, child_match))
+                order += 1
+    return TokenTree(tuple(tokens), tuple(parents), ("root",) + ("suffix",) * (len(tokens) - 1), tuple(scores))
+
+
+_Candidate = tuple[int, int, float, int]  # token, its state, claimed score, tokens matched once it is accepted
+
+
+def _root_candidates(automaton: SuffixAutomaton) -> list[_Candidate]:
+    found: list[_Candidate] = []
+    seen: set[int] = set()
+    state, rest = automaton.link[automaton.last], 1.0
+    for _ in range(3):
+        if state <= 0:
+            break
+        for candidate in _candidates(automaton, state, automaton.length[state], rest):
+            if candidate[0] not in seen:
+                seen.add(candidate[0])
+                found.append(candidate)
+        rest *= 1.0 - _confidence(automaton.length[state])
+        state = automaton.link[state]
+    return found
+
+
+def _candidates(automaton: SuffixAutomaton, state: int, match: int, mass: float = 1.0) -> list[_Candidate]:
+    """Continuations of ``state`` when ``match`` tokens of it are matched, with ``mass`` to share between them."""
+    nexts = automaton.next
+    while not nexts[state]:  # the end of the text: go on with the longest suffix that has a continuation (periods)
+        state = automaton.link[state]
+        if state <= 0:
+            return []
+        match = min(match, automaton.length[state])
+    if match == 1 and len(nexts[state]) > CROWDED:
+        return []
+    found = automaton.continuations(state)
+    confidence = mass * _confidence(match)
+    if len(found) == 1:
+        return [(found[0][0], found[0][1], confidence, match + 1)]
+    count = automaton.count
+    total = sum([count[target] for _, target in found]) or 1
+    return [
+        (token, target, confidence * count[target] / total, match + 1)
+        for token, target in found[:FAN_OUT]
+        if count[target]
+    ]
+
+
+def _confidence(match: int) -> float:
+    return CONFIDENCE[match] if match < len(CONFIDENCE) else CONFIDENCE[-1]
+
+
+class SuffixDrafter:
+    """Copies continuations of the longest suffix match inside each request's own text."""
+
+    name = "suffix"
+    reads_features = False
+
+    def __init__(self) -> None:
+        self._texts: dict[int, SuffixAutomaton] = {}
+
+    def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
+        self._texts[request_id] = SuffixAutomaton(prompt_ids[-WINDOW_TOKENS:])
+
+    def observe_prompt(self, request_id: int, start: int, features_KE: NDArray[np.float32] | None) -> None:
+        """Nothing to learn: this drafter reads tokens only."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        return [self._propose_one(request) for request in requests]
+
+    def _propose_one(self, request: DraftRequest) -> TokenTree:
+        text = self._texts.get(request.request_id)
+        if text is None or not text.size or text.link[text.last] <= 0:
+            return TokenTree.root_only(request.last_token)
+        return expand_matches(text, request.last_token, request.max_nodes, request.max_depth)
+
+    def observe(self, request_id: int, committed: Sequence[int], features_KE: NDArray[np.float32] | None) -> None:
+        text = self._texts.get(request_id)
+        if text is not None:
+            text.extend(committed)
+
+    def end(self, request_id: int) -> None:
+        self._texts.pop(request_id, None)
