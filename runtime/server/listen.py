@@ -25,7 +25,7 @@ def reserve_port(host: str, port: int) -> socket.socket:
     """
     listener: socket.socket | None = None
     try:
-        # OverflowError: a port above 65535.
+        # OverflowError: a port above 65535. UnicodeError: a name that cannot be one, such as a label of 64 letters.
         family, kind, proto, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -33,19 +33,19 @@ def reserve_port(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
         listener.bind(address)
         listener.listen(BACKLOG)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         if listener is not None:
             listener.close()
         raise _port_error(host, port, error) from error
     return listener
 
 
-def _port_error(host: str, port: int, error: OSError | OverflowError) -> PortError:
+def _port_error(host: str, port: int, error: Exception) -> PortError:
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, OverflowError):
         reason, fix = "no such port", "choose a --port from 0 to 65535"
-    elif isinstance(error, socket.gaierror):
-        reason, fix = str(error.strerror), "choose a --host that resolves, such as 127.0.0.1"
+    elif isinstance(error, socket.gaierror | UnicodeError):
+        reason, fix = "no such host", "choose a --host that resolves, such as 127.0.0.1"
     else:
         reason = os.strerror(number or 0)
         fix = _FIXES.get(number or 0, "choose another --host or --port")

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from scripted_engine import ByteTokenizer, PlainChat, ScriptedEngine
 
 from flexspec.runtime.server.app import create_app
 from flexspec.runtime.server.listen import reserve_port
 from flexspec.runtime.server.metrics import Metrics
 from flexspec.runtime.server.requests import Limits
 from flexspec.runtime.server.serve import HttpServer
-
-# Test folders are no packages, so the neighbour is loaded by its path, once, under its own name.
-if "scripted_engine" not in sys.modules:
-    _spec = importlib.util.spec_from_file_location("scripted_engine", Path(__file__).with_name("scripted_engine.py"))
-    assert _spec is not None and _spec.loader is not None
-    sys.modules["scripted_engine"] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules["scripted_engine"])
-
-from scripted_engine import ByteTokenizer, PlainChat, ScriptedEngine  # noqa: E402
 
 MODEL = "tiny/scripted"
 

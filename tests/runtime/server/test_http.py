@@ -1,0 +1,169 @@
+"""Statuses, error bodies, models, health and metrics, without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
+from scripted_engine import ScriptedEngine
+
+from flexspec.errors import CapacityError, EngineError, QueueFullError, RequestError, WeightError
+from flexspec.runtime.server.requests import Limits
+
+MakeApp = Callable[[ScriptedEngine], FastAPI]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+ASK = {"model": "tiny/scripted", "prompt": "go"}
+
+
+def call(app: FastAPI, method: str, path: str, **more: Any) -> httpx.Response:
+    async def main() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **more)
+
+    return asyncio.run(main())
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return dict(error)
+
+
+def test_a_completion_has_openais_shape(engine: ScriptedEngine, make_app: MakeApp) -> None:
+    answer = call(make_app(engine), "POST", TEXT, json=ASK).json()
+    assert answer["id"].startswith("cmpl-") and answer["object"] == "text_completion"
+    assert answer["model"] == "tiny/scripted"
+    assert answer["choices"] == [{"index": 0, "text": "Hello world", "logprobs": None, "finish_reason": "stop"}]
+    assert answer["usage"]["total_tokens"] == 3 + 2
+
+
+def test_a_chat_answer_has_openais_shape(engine: ScriptedEngine, make_app: MakeApp) -> None:
+    request = {"model": "tiny/scripted", "messages": [{"role": "user", "content": "go"}], "max_tokens": 1}
+    answer = call(make_app(engine), "POST", CHAT, json=request).json()
+    message = {"role": "assistant", "content": "Hello", "refusal": None}
+    assert answer["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
+    assert answer["usage"]["flexspec"]["tokens_per_round"] is None  # one token, from the prefill
+
+
+REFUSALS: list[tuple[Exception, int, str | None, str]] = [
+    (RequestError("x", "y", "z", param="prompt"), 400, "prompt", "invalid_value"),
+    (CapacityError("900 tokens", "at most 512", "shorten it"), 400, "prompt", "context_length_exceeded"),
+    (QueueFullError("8 waiting", "fewer", "come again", retry_after_s=7), 503, None, "queue_full"),
+    (EngineError("rank 1 is gone", "all ranks", "restart"), 503, None, "engine_failed"),
+    (WeightError("x", "y", "z"), 500, None, "FS202"),
+    (KeyError("secret"), 500, None, "internal_error"),
+]
+
+
+@pytest.mark.parametrize(("refusal", "status", "param", "code"), REFUSALS, ids=lambda value: type(value).__name__)
+def test_errors_of_submit(
+    refusal: Exception, status: int, param: str | None, code: str, engine: ScriptedEngine, make_app: MakeApp
+) -> None:
+    engine.refusal = refusal
+    response = call(make_app(engine), "POST", TEXT, json={**ASK, "stream": True})
+    error = error_of(response)
+    assert (response.status_code, error["param"], error["code"]) == (status, param, code)
+    assert response.headers.get("retry-after") == ("7" if code == "queue_full" else None)
+    assert error["type"] == ("invalid_request_error" if status == 400 else "server_error")
+    assert "secret" not in error["message"]
+
+
+def test_a_chat_that_can_never_fit_blames_its_messages(engine: ScriptedEngine, make_app: MakeApp) -> None:
+    engine.refusal = CapacityError("900 tokens", "at most 512", "shorten it")
+    request = {"model": "tiny/scripted", "messages": [{"role": "user", "content": "go"}]}
+    assert error_of(call(make_app(engine), "POST", CHAT, json=request))["param"] == "messages"
+
+
+BAD_BODIES: list[bytes] = [b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe{", b"[" * 50_000, b"1" * 5000]
+
+
+@pytest.mark.parametrize("data", BAD_BODIES, ids=lambda data: repr(data[:8]))
+def test_bodies_that_are_no_json_objects(data: bytes, engine: ScriptedEngine, make_app: MakeApp) -> None:
+    response = call(make_app(engine), "POST", TEXT, content=data)
+    assert response.status_code == 400 and error_of(response)["code"] == "invalid_value"
+
+
+def test_a_body_too_large_is_refused(engine: ScriptedEngine, make_app: MakeApp, limits: Limits) -> None:
+    response = call(make_app(engine), "POST", TEXT, content=b" " * (limits.max_body_bytes + 1))
+    assert response.status_code == 413 and error_of(response)["code"] == "body_too_large"
+
+
+def test_unknown_urls_methods_and_models(engine: ScriptedEngine, make_app: MakeApp) -> None:
+    app = make_app(engine)
+    assert error_of(call(app, "POST", "/v1/embeddings"))["code"] == "unknown_url"
+    assert call(app, "GET", TEXT).status_code == 405
+    for response in (
+        call(app, "POST", TEXT, json={**ASK, "model": "gpt-9"}),
+        call(app, "GET", "/v1/models/gpt-9"),
+    ):
+        assert response.status_code == 404
+        assert error_of(response)["code"] == "model_not_found" and "tiny/scripted" in error_of(response)["message"]
+    response = call(app, "POST", TEXT, json={"prompt": "go"})
+    assert response.status_code == 400 and error_of(response)["param"] == "model"
+
+
+def test_the_model_list_and_the_schema(engine: ScriptedEngine, make_app: MakeApp) -> None:
+    app = make_app(engine)
+    (card,) = call(app, "GET", "/v1/models").json()["data"]
+    assert card["id"] == "tiny/scripted"
+    assert call(app, "GET", "/v1/models/tiny/scripted").json() == card
+    schema = call(app, "GET", "/openapi.json").json()
+    body = schema["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"messages", "temperature", "max_completion_tokens"} <= set(body["properties"])
+
+
+def test_health_follows_the_engine(
+    engine: ScriptedEngine, gated_engine: ScriptedEngine, make_app: MakeApp, limits: Limits
+) -> None:
+    idle = call(make_app(engine), "GET", "/health")
+    assert idle.status_code == 200
+    assert idle.json() == {"status": "ok", "last_step_age_s": 0.25, "running": 0, "queued": 0}
+    engine.step_age_s = limits.stall_s + 1
+    assert call(make_app(engine), "GET", "/health").status_code == 200  # nothing to do is no stall
+
+    app = make_app(gated_engine)
+    gated_engine.submit([1], _greedy(), lambda delta: None)
+    assert call(app, "GET", "/health").json()["running"] == 1
+    gated_engine.step_age_s = limits.stall_s + 1
+    stalled = call(app, "GET", "/health")
+    assert (stalled.status_code, stalled.json()["status"]) == (503, "stalled")
+    gated_engine.failure = "rank 1 is gone"
+    failed = call(app, "GET", "/health")
+    assert (failed.status_code, failed.json()["failure"]) == (503, "rank 1 is gone")
+
+
+def test_nothing_is_taken_while_stopping(engine: ScriptedEngine, make_app: MakeApp) -> None:
+    app = make_app(engine)
+    app.state.drain.begin()
+    response = call(app, "POST", TEXT, json=ASK)
+    assert (response.status_code, error_of(response)["code"]) == (503, "shutting_down")
+    assert engine.submitted == []
+    health = call(app, "GET", "/health")
+    assert (health.status_code, health.json()["status"]) == (503, "stopping")
+
+
+def test_metrics_are_served_with_the_load_of_now(gated_engine: ScriptedEngine, make_app: MakeApp) -> None:
+    app = make_app(gated_engine)
+    gated_engine.submit([1], _greedy(), lambda delta: None)
+    call(app, "POST", TEXT, json={**ASK, "echo": True})
+    response = call(app, "GET", "/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    values = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+    assert values["flexspec_requests_running",] == 1
+    assert values["flexspec_requests_refused_total", "400"] == 1
+
+
+def _greedy() -> Any:
+    from flexspec.sampling import SamplingParams
+
+    return SamplingParams()
