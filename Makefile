@@ -63,7 +63,7 @@ bench-cpu: $(MODEL)  ## tokens per second on this CPU, speculation off and on
 	@$(BIN)/python benchmarks/cpu.py --threads $(THREADS) $(ARGS)
 
 bench-peers: $(MODEL)  ## the same model and prompts in llama.cpp, vLLM and transformers
-	@$(BIN)/python benchmarks/peers/run_all.py --model $(MODEL) --threads $(THREADS) $(ARGS)
+	@$(BIN)/python -m benchmarks.peers.run --model $(MODEL) --threads $(THREADS) $(ARGS)
 
 gpu-check: venv  ## kernels against references and timings; needs a CUDA device
 	@$(BIN)/python benchmarks/gpu_check.py $(ARGS)
