@@ -127,11 +127,10 @@ def _mss(tree: TokenTree, law_of: LawOf, noise: Decisions) -> Accepted:
     while True:
         law_V = law_of(path[-1])
         for child in children[path[-1]]:
-            token = tree.tokens[child]
-            if noise.accepts(min(1.0, law_V[token] / tree.laws[child][token])):
+            if noise.accepts(min(1.0, _ratio(tree, child, law_V))):
                 path.append(child)
                 break
-            law_V, _ = _residual(law_V, 1.0, token, _draft_law(tree, child))
+            law_V, _ = _residual(tree, child, law_V, 1.0)
         else:
             return Accepted(tuple(path), noise.draw(law_V, len(path) - 1))
 
@@ -139,53 +138,56 @@ def _mss(tree: TokenTree, law_of: LawOf, noise: Decisions) -> Accepted:
 def _traversal(tree: TokenTree, law_of: LawOf, noise: Decisions) -> Accepted:
     """Leaf to root (traversal verification, arXiv 2505.12398) with deterministic children as one-hot laws.
 
-    ``mass[i]``: chance that the path to ``path[i]`` is acceptable. ``laws[i]``: the law there, less what lost children
-    took of it.
+    ``mass[i]``: chance that the path to ``path[i]`` is acceptable. ``residual[i]``: the law there, less what lost
+    children took of it; None until one is lost, so that a leaf's own law is computed only when the path ends there.
     """
     waiting = [sorted(nodes, key=lambda node: node not in tree.laws) for nodes in tree.children()]  # sampled first
-    path, mass, laws = [0], [1.0], [law_of(0)]
+    path, mass = [0], [1.0]
+    residual: list[LawV | None] = [None]
     while True:
         if waiting[path[-1]]:
             child = waiting[path[-1]][0]
-            token, child_law_V = tree.tokens[child], _draft_law(tree, child)
-            chance = mass[-1] * float(laws[-1][token])
-            chance = min(1.0, chance if child_law_V is None else chance / float(child_law_V[token]))
+            chance = min(1.0, mass[-1] * _ratio(tree, child, _present(residual[-1], law_of, path[-1])))
             if chance > 0.0:  # at 0 nothing below the child can be accepted: lose it without looking
                 path.append(child)
                 mass.append(chance)
-                laws.append(law_of(child))
+                residual.append(None)
                 continue
         elif len(path) == 1 or noise.accepts(mass[-1]):
-            return Accepted(tuple(path), noise.draw(laws[-1], len(path) - 1))
+            return Accepted(tuple(path), noise.draw(_present(residual[-1], law_of, path[-1]), len(path) - 1))
         else:
             child = path.pop()
             mass.pop()
-            laws.pop()
-            token, child_law_V = tree.tokens[child], _draft_law(tree, child)
+            residual.pop()
         waiting[path[-1]].remove(child)
-        laws[-1], left = _residual(laws[-1], mass[-1], token, child_law_V)
+        residual[-1], left = _residual(tree, child, _present(residual[-1], law_of, path[-1]), mass[-1])
         mass[-1] = left / (left + (1.0 - mass[-1])) if left else 0.0  # (left + 1) - mass would cancel
 
 
-def _draft_law(tree: TokenTree, node: int) -> LawV | None:
-    """The law that node was drawn from; None for a deterministic one."""
-    law_V = tree.laws.get(node)
-    assert law_V is None or abs(law_V.sum() - 1.0) < 1e-9, f"the draft law of node {node} is not normalised"
-    return law_V
+def _present(residual_V: LawV | None, law_of: LawOf, node: int) -> LawV:
+    return law_of(node) if residual_V is None else residual_V
 
 
-def _residual(law_V: LawV, mass: float, token: int, child_law_V: LawV | None) -> tuple[LawV, float]:
-    """([mass * law - child_law]+ normalised, its sum before that). An empty residual leaves the law as it is, sum 0."""
+def _ratio(tree: TokenTree, child: int, law_V: LawV) -> float:
+    """Target over draft probability of the child's token; the draft's is 1 for a deterministic child."""
+    token = tree.tokens[child]
+    return float(law_V[token]) / (float(tree.laws[child][token]) if child in tree.laws else 1.0)
+
+
+def _residual(tree: TokenTree, child: int, law_V: LawV, mass: float) -> tuple[LawV, float]:
+    """([mass * law - child's law]+ normalised, its sum before that). An empty one leaves the law as it is, sum 0."""
     rest_V = law_V * mass
-    if child_law_V is None:
-        rest_V[token] = 0.0
-    else:
+    if child in tree.laws:
+        child_law_V = tree.laws[child]
+        assert abs(child_law_V.sum() - 1.0) < 1e-9, f"the draft law of node {child} is not normalised"
         rest_V -= child_law_V
         np.maximum(rest_V, 0.0, out=rest_V)
+    else:
+        rest_V[tree.tokens[child]] = 0.0
     left = float(rest_V.sum())
     if left < _TINY:
         return law_V, 0.0
-    rest_V /= left
+    rest_V *= 1.0 / left
     return rest_V, left
 
 
