@@ -31,7 +31,17 @@ _NEEDS = {
     "avx2": ("avx2", "fma", "bmi2"),
     "generic": (),
 }
-_COMMON = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-exceptions", "-fno-math-errno", "-Wno-psabi")
+_COMMON = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fno-exceptions",
+    "-fno-math-errno",
+    "-fno-strict-aliasing",
+    "-Wno-psabi",
+)
 
 
 def target_isas() -> tuple[str, ...]:
@@ -88,11 +98,16 @@ def build_key(source: str, isa: str, compiler: str) -> str:
 
 
 def build(source: str, isa: str) -> bytes:
-    """Shared-library bytes of ``source`` for ``isa``. Raises ToolchainError or CompileError with the compiler's words."""
+    """Shared-library bytes of ``source`` for ``isa``. Raises ToolchainError, or CompileError in the compiler's words."""
+    return build_path(source, isa).read_bytes()
+
+
+def build_path(source: str, isa: str) -> Path:
+    """As :func:`build`, but the cached file itself."""
     compiler = find_compiler()
     cached = cache_root() / "cpu" / f"{build_key(source, isa, compiler)}.so"
     if cached.exists():
-        return cached.read_bytes()
+        return cached
     with tempfile.TemporaryDirectory(prefix="flexspec-") as folder:
         work = Path(folder)
         (work / "program.cpp").write_text(source)
@@ -111,4 +126,4 @@ def build(source: str, isa: str) -> bytes:
     partial = cached.with_suffix(f".{os.getpid()}.tmp")
     partial.write_bytes(data)
     partial.replace(cached)
-    return data
+    return cached

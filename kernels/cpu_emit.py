@@ -69,10 +69,8 @@ def rms_norm(e: Emitter, index: int, node: Node) -> None:
     source = _float(e, x)
     per_head = len(dims) == 3
     out = _in_place(e, index, x, node.outputs[0].name) if per_head else _result(e, node)
-    eps = node.attr("eps")
-    e.call(
-        f"rms_norm<{_kind(e, out)}, {size}>(c, tid, {_row_count(e, x)}, {heads}, {source}, {_vector(e, w)}, {eps!r}f, {e.rows(out)})"
-    )
+    operands = f"{source}, {_vector(e, w)}, {node.attr('eps')!r}f, {e.rows(out)}"
+    e.call(f"rms_norm<{_kind(e, out)}, {size}>(c, tid, {_row_count(e, x)}, {heads}, {operands})")
 
 
 def rope(e: Emitter, index: int, node: Node) -> None:
@@ -89,9 +87,8 @@ def rope(e: Emitter, index: int, node: Node) -> None:
     cos, sin = e.weight("cos", key, table), e.weight("sin", key, table)
     source = _float(e, x)
     out = _in_place(e, index, x, node.outputs[0].name)
-    e.call(
-        f"rope<{size}>(c, tid, s.T, {heads}, {source}, s.positions, c.weight<float>({cos}), c.weight<float>({sin}), {e.rows(out)})"
-    )
+    tables = f"c.weight<float>({cos}), c.weight<float>({sin})"
+    e.call(f"rope<{size}>(c, tid, s.T, {heads}, {source}, s.positions, {tables}, {e.rows(out)})")
 
 
 def attention(e: Emitter, index: int, node: Node) -> None:
@@ -104,9 +101,8 @@ def attention(e: Emitter, index: int, node: Node) -> None:
     operands = ", ".join(_float(e, name) for name in (q, k, v))
     out = e.allocate(node.outputs[0].name, elem=True)
     # Writing K/V is row-local; the barrier inside the kernel separates it from the reads.
-    e.call(
-        f"attention<{shape}>(c, s, tid, c.kv_layer({layer}), {operands}, {e.rows(out, elem_type=True)}, {node.attr('scale')!r}f)"
-    )
+    target = e.rows(out, elem_type=True)
+    e.call(f"attention<{shape}>(c, s, tid, c.kv_layer({layer}), {operands}, {target}, {node.attr('scale')!r}f)")
     e.row_local = False
 
 
@@ -156,10 +152,8 @@ def linear_swiglu(e: Emitter, index: int, node: Node) -> None:
     source = _elem(e, x)
     out = e.allocate(node.outputs[0].name, elem=True)
     weight = f"c.weight<{e.elem}>({e.weight('swiglu', (gate, up))})"
-    e.call(
-        f"gemm_swiglu<{e.elem}, {k}, {f}>(c, tid, {_row_count(e, x)}, {source}, {weight}, {e.rows(out, elem_type=True)})",
-        row_local=False,
-    )
+    operands = f"{source}, {weight}, {e.rows(out, elem_type=True)}"
+    e.call(f"gemm_swiglu<{e.elem}, {k}, {f}>(c, tid, {_row_count(e, x)}, {operands})", row_local=False)
 
 
 def linear_add(e: Emitter, index: int, node: Node) -> None:
@@ -181,10 +175,9 @@ def rowwise(e: Emitter, index: int, node: Node) -> None:
     sources = [_float(e, name) for name in node.inputs]
     out = _result(e, node)
     body = f"[](vf x0, vf x1) -> vf {{ (void)x0, (void)x1; return {record_expression(node)}; }}"
-    columns = e.columns(node.inputs[0])
-    e.call(
-        f"elementwise<{_kind(e, out)}>(c, tid, {_row_count(e, node.inputs[0])}, {columns}, {sources[0]}, {sources[-1]}, {e.rows(out)}, {body})"
-    )
+    shape = f"{_row_count(e, node.inputs[0])}, {e.columns(node.inputs[0])}"
+    operands = f"{sources[0]}, {sources[-1]}, {e.rows(out)}, {body}"
+    e.call(f"elementwise<{_kind(e, out)}>(c, tid, {shape}, {operands})")
 
 
 def select_rows(e: Emitter, index: int, node: Node) -> None:

@@ -33,7 +33,7 @@ def _address(array: NDArray[np.generic] | None) -> int | None:
 
 
 class CpuLibrary:
-    """One model's program with its context (weights, arena, KV pool, threads). Not thread-safe: one caller at a time."""
+    """One model's program with its context (weights, arena, KV pool, threads). Not thread-safe."""
 
     def __init__(
         self,
@@ -50,8 +50,6 @@ class CpuLibrary:
         if self._lib.fs_abi() != ABI:
             raise CompileError(f"{library} has ABI {self._lib.fs_abi()}", f"ABI {ABI}", "compile the model again")
         self._lib.fs_create.restype = ctypes.c_void_p
-        for function in (self._lib.fs_step, self._lib.fs_move_kv, self._lib.fs_destroy):
-            function.argtypes = None
         self._weights = list(weights)  # kept alive: the program reads them in place
         table = (ctypes.c_void_p * len(weights))(*[w.ctypes.data for w in weights])
         self._table = table

@@ -1,7 +1,7 @@
 """Where each value of a lowered graph lives on the CPU: element type, row stride, arena buffer, aliases.
 
 Rules: operands of matrix products are stored in the model's element type ("elem"), everything else in float32. A value
-that both kinds of readers want is stored in float32 and converted once. Buffers are reused when their last reader is done.
+that both kinds of readers want is stored in float32 and converted once. Buffers are reused after their last reader.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from flexspec.graph import Graph, Node
 from flexspec.ops.record import record_of
 from flexspec.types import DType, Role
 
-ROW_PADDING = 16  # rows of a tile that may be touched behind the last live row
 _MATRIX = ("linear", "linear_group", "linear_swiglu", "linear_add")
 
 
@@ -49,9 +48,8 @@ class Arena:
         self.free.setdefault(self.row_bytes[buffer], []).append(buffer)
 
 
-def width(graph_types: dict[str, object], graph: Graph, name: str) -> int:
+def width(graph: Graph, name: str) -> int:
     """Columns of a value: the product of its dims after the first. Raises CompileError for a symbolic one."""
-    del graph_types
     columns = 1
     for dim in graph.types()[name].dims[1:]:
         if not isinstance(dim, int):

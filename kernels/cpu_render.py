@@ -1,7 +1,7 @@
 """Generates the C++ source of a model's step from its lowered graph: one call of a template kernel per operator.
 
-The source is readable on purpose: each call carries the graph line it came from. Kernels are in templates/cpu; which one
-an operator uses is its record's kernel key. Barriers stand only where a kernel reads what other threads wrote.
+The source is readable on purpose: each call carries the graph line it came from. Kernels are in templates/cpu; which
+one an operator uses is its record's kernel key. Barriers stand only where a kernel reads what other threads wrote.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Emitter:
         return "bf16" if self.dtype is DType.BF16 else "float"
 
     def columns(self, name: str) -> int:
-        return width({}, self.graph, name)
+        return width(self.graph, name)
 
     def weight(self, kind: str, names: tuple[str, ...], table: tuple[object, object] | None = None) -> int:
         for i, entry in enumerate(self.table):
@@ -148,8 +148,7 @@ def render(graph: Graph) -> CpuProgram:
                 "give its record a known key, or add a template and an emitter in kernels/cpu_emit.py",
             )
         if kernel != "view":
-            e.lines.append(f"    // {print_node(node)}")
-            comment = e.lines.pop()
+            comment = f"    // {print_node(node)}"
             start = len(e.lines)
             EMITTERS[kernel](e, i, node)
             at = start + 1 if len(e.lines) > start and e.lines[start] == BARRIER else start
@@ -167,9 +166,9 @@ def render(graph: Graph) -> CpuProgram:
 
 def _finish(e: Emitter) -> CpuProgram:
     offsets, total = [], 0
-    for size in e.arena.row_bytes:
+    for row_bytes in e.arena.row_bytes:
         offsets.append(total)
-        total += size
+        total += row_bytes
     attention = f"Attention<{e.layer_types[0]}>" if e.layer_types else ""
     kv = ""
     if e.layer_types:

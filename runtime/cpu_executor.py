@@ -10,8 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.errors import EngineError
+from flexspec.graph import Graph
+from flexspec.kernels.cpu_build import build_path, supported_isas
 from flexspec.kernels.cpu_launch import CpuLibrary
+from flexspec.kernels.cpu_pack import GetWeight, pack
+from flexspec.kernels.cpu_render import CpuProgram, render
 from flexspec.runtime.step import StepBatch, StepResult
+from flexspec.types import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,16 @@ class ProgramShape:
     max_positions: int
     feature_columns: int = 0  # width of the features the model exports
     reads_features: int = 0  # width of the features it reads
+
+
+def shape_of(program: CpuProgram, graph: Graph) -> ProgramShape:
+    """The shape of a rendered program; positions end where the shortest rotary table does."""
+    limits = [node.attr("max_positions") for node in graph.nodes if node.op == "rope"]
+    features = [v.type.dims[-1] for v in graph.inputs if v.type.role is Role.ACTIVATION]
+    read = features[0] if features else 0
+    assert isinstance(read, int)
+    end = min((limit for limit in limits if isinstance(limit, int)), default=2**31 - 1)
+    return ProgramShape(program.vocab_size, end, program.feature_columns, read)
 
 
 class CpuExecutor:
@@ -46,6 +61,21 @@ class CpuExecutor:
         self._library = CpuLibrary(
             library, weights, threads=threads, max_rows=max_rows, pages=pages, max_positions=shape.max_positions
         )
+
+    @classmethod
+    def from_graph(
+        cls, graph: Graph, get: GetWeight, *, pages: int, max_rows: int = 256, threads: int = 1
+    ) -> CpuExecutor:
+        """Generate, build (cached) and pack a lowered graph in this process, for the best instruction set here.
+
+        ``get(name)`` gives a weight in float32. For tools that need no artifact; serving opens one. Raises CompileError
+        or ToolchainError.
+        """
+        program = render(graph)
+        isa = supported_isas()[0]
+        library = build_path(program.source, isa)
+        packed = [pack(entry, get, program.dtype) for entry in program.weights]
+        return cls(library, packed, shape_of(program, graph), pages=pages, max_rows=max_rows, threads=threads)
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
         """Run one step. Raises EngineError for more rows than max_rows or positions behind the tables."""

@@ -42,7 +42,7 @@ class ReferenceExecutor:
         }
         self._reads_features = any(value.name == "features_TE" for value in graph.inputs)
 
-    def step(self, batch: StepBatch, *, want_logits: bool) -> StepResult:
+    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
         """One step; the pool is updated. Rows beyond max_rows or slots outside the pool are our own bugs."""
         assert 0 < len(batch.ids_T) <= self.max_rows, f"{len(batch.ids_T)} rows, at most {self.max_rows}"
         outputs = run_graph(self.graph, {**self._step_inputs(batch), **self._weights, **self._caches})
@@ -53,7 +53,7 @@ class ReferenceExecutor:
         return StepResult(
             argmax_L=logits_LV.argmax(-1).astype(np.int32),
             logits_LV=logits_LV if want_logits else None,
-            features_TE=torch.cat(features, -1).numpy() if features else None,
+            features_TE=torch.cat(features, -1).numpy() if features and want_features else None,
         )
 
     def _step_inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:

@@ -63,7 +63,7 @@ class Executor(Protocol):
     pages: int  # pages in the pool
     max_positions: int
 
-    def step(self, batch: StepBatch, *, want_logits: bool) -> StepResult: ...
+    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult: ...
 
     def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
         """Copy K/V of all layers slot by slot, in order; safe when dst <= src ascending (commit's gather)."""

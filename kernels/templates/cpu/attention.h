@@ -23,16 +23,16 @@ struct Attention {
     float* s;       // [16, span] scores
     E* p;           // [16, span] probabilities
     float* o;       // [16, OC]
-    float* part;    // [16, max(32, OC)] one node's rows
     E *k, *v;       // tail blocks of one node in position order
+    int* held;      // which node's key or value each tail position holds
     int span;
   };
   static int span(int max_positions) { return round_up(max_positions, kPage) + kPage; }
   static int tail_blocks(int max_rows) { return max_rows / kPage + 2; }
   static size_t scratch_bytes(int max_positions, int max_rows) {
     size_t n = span(max_positions), tails = tail_blocks(max_rows);
-    return 16 * QC * sizeof(E) + 16 * n * (4 + sizeof(E)) + 16 * OC * 4 + 16 * (OC > 32 ? OC : 32) * 4 +
-           tails * Kv::head_elems * sizeof(E) + 8 * 64;
+    return 16 * QC * sizeof(E) + 16 * n * (4 + sizeof(E)) + 16 * OC * 4 +
+           tails * (Kv::head_elems * sizeof(E) + kPage * sizeof(int)) + 9 * 64;
   }
   static Scratch carve(char* p, int max_positions, int max_rows) {
     auto take = [&](size_t bytes) {
@@ -46,9 +46,9 @@ struct Attention {
     w.s = (float*)take(size_t(16) * w.span * 4);
     w.p = (E*)take(size_t(16) * w.span * sizeof(E));
     w.o = (float*)take(16 * OC * 4);
-    w.part = (float*)take(16 * (OC > 32 ? OC : 32) * 4);
     w.k = (E*)take(size_t(tail_blocks(max_rows)) * Kv::k_elems * sizeof(E));
     w.v = (E*)take(size_t(tail_blocks(max_rows)) * Kv::v_elems * sizeof(E));
+    w.held = (int*)take(size_t(tail_blocks(max_rows)) * kPage * sizeof(int));
     return w;
   }
 
@@ -105,8 +105,9 @@ struct Attention {
       for (int h = 0; h < heads; h++) {
         const float* in = q.row(t0 + j) + (head0 + h) * D;
         E* to = w.q + (j * heads + h) * QC;
-        for (int d = 0; d < D; d++) Elem<E>::put_one(to + d, in[d]);
-        for (int d = D; d < QC; d++) to[d] = 0;
+        int d = 0;
+        for (; d + 16 <= D; d += 16) Elem<E>::put(to + d, load<vf>(in + d));
+        for (; d < QC; d++) Elem<E>::put_one(to + d, d < D ? in[d] : 0.0f);
       }
     // Blocks below `shared` hold the same keys for every row; a chain needs no others.
     const int shared = s.causal[r] ? last / kPage + 1 : s.contexts[r] / kPage;
@@ -119,7 +120,9 @@ struct Attention {
     if (!s.causal[r]) tail(w, r, t0, tokens, heads, g, at, shared, false);
     for (int j = 0; j < rows; j++) {
       E* to = out.row(t0 + j / heads) + (head0 + j % heads) * D;
-      for (int d = 0; d < D; d++) Elem<E>::put_one(to + d, w.o[j * OC + d] * inv[j]);
+      int d = 0;
+      for (; d + 16 <= D; d += 16) Elem<E>::put(to + d, load<vf>(w.o + j * OC + d) * inv[j]);
+      for (; d < D; d++) Elem<E>::put_one(to + d, w.o[j * OC + d] * inv[j]);
     }
   }
 
@@ -161,7 +164,7 @@ struct Attention {
     const float top = hmax(m) * scale;
     vf sum = {};
     for (int i = 0; i < end; i += 16) {
-      vf e = fs_exp(load<vf>(row + i) * scale - top);
+      vf e = exp_nonpositive(load<vf>(row + i) * scale - top);
       sum = sum + e;
       Elem<E>::put(p + i, e);
     }
@@ -177,12 +180,16 @@ struct Attention {
       source = for_scores ? Kv::keys(layer, page(r, shared), g) : Kv::values(layer, page(r, shared), g);
       std::memcpy(for_scores ? w.k : w.v, source, (for_scores ? Kv::k_elems : Kv::v_elems) * sizeof(E));
     }
+    for (int i = 0; i < tail_blocks(c.max_rows) * kPage; i++) w.held[i] = -1;
     for (int j = 0; j < tokens; j++) {
       const uint64_t* bits = s.ancestors + size_t(t0 + j) * s.W;
       int offset = context - first;
       for (int word = 0; word < s.W; word++)
         for (uint64_t left = bits[word]; left; left &= left - 1, offset++) {
-          int from = slot(r, context + word * 64 + __builtin_ctzll(left));
+          int node = word * 64 + __builtin_ctzll(left);
+          if (w.held[offset] == node) continue;  // left there by the node before: paths share their beginning
+          w.held[offset] = node;
+          int from = slot(r, context + node);
           if (for_scores)
             Kv::copy_key(Kv::keys(layer, from / kPage, g), from % kPage, w.k + offset / kPage * Kv::k_elems, offset % kPage);
           else

@@ -39,6 +39,12 @@ struct Rows {
   E* row(int i) const { return p + size_t(i) * ld; }
 };
 
+// The best logit so far in each of 16 lanes, and where it was (-1: nowhere yet).
+struct Best {
+  vf value;
+  vi index;
+};
+
 struct Ctx {
   Team team;
   const void* const* weights;
@@ -48,8 +54,7 @@ struct Ctx {
   size_t kv_bytes = 0, kv_layer_bytes = 0;
   int pages = 0, max_rows = 0, max_positions = 0;
   char** scratch = nullptr;  // one block per thread
-  float* best = nullptr;     // argmax merge: [threads][max logit rows] values, then indices
-  int32_t* best_at = nullptr;
+  Best* best = nullptr;      // [threads][max_rows] running argmax of the logits
 
   Ctx(int threads, const void* const* w) : team(threads), weights(w) {}
   template <class E>

@@ -7,6 +7,14 @@
 namespace fs {
 
 template <class P>
+void destroy(Ctx* c) {
+  if (c->arena) munmap(c->arena, c->arena_bytes);
+  if (c->kv) munmap(c->kv, c->kv_bytes);
+  std::free(c->scratch), std::free(c->best);
+  delete c;
+}
+
+template <class P>
 Ctx* create(const void* const* weights, int threads, int max_rows, int pages, int max_positions) {
   if (!allow_amx()) return nullptr;
   Ctx* c = new (std::nothrow) Ctx(threads, weights);
@@ -20,19 +28,13 @@ Ctx* create(const void* const* weights, int threads, int max_rows, int pages, in
   c->arena = map_zeroed(c->arena_bytes);
   c->kv = c->kv_bytes ? map_zeroed(c->kv_bytes) : nullptr;
   c->scratch = static_cast<char**>(std::calloc(threads, sizeof(char*)));
-  c->best = static_cast<float*>(std::calloc(size_t(threads) * max_rows, 4));
-  c->best_at = static_cast<int32_t*>(std::calloc(size_t(threads) * max_rows, 4));
-  if (!c->arena || (c->kv_bytes && !c->kv) || !c->scratch || !c->best || !c->best_at) return nullptr;
+  c->best = static_cast<Best*>(std::aligned_alloc(64, sizeof(Best) * threads * max_rows));
+  if (!c->arena || (c->kv_bytes && !c->kv) || !c->scratch || !c->best) {
+    destroy<P>(c);
+    return nullptr;
+  }
   for (int t = 0; t < threads; t++) c->scratch[t] = c->arena + (P::row_bytes * rows + 4095) / 4096 * 4096 + scratch * t;
   return c;
-}
-
-template <class P>
-void destroy(Ctx* c) {
-  if (c->arena) munmap(c->arena, c->arena_bytes);
-  if (c->kv) munmap(c->kv, c->kv_bytes);
-  std::free(c->scratch), std::free(c->best), std::free(c->best_at);
-  delete c;
 }
 
 }  // namespace fs

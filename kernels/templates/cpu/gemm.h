@@ -117,23 +117,19 @@ FS_KERNEL void gemm_swiglu(Ctx& c, int tid, int T, Rows<E> x, const E* w, Rows<E
 template <class E, int K, int V>
 FS_KERNEL void gemm_logits(Ctx& c, const FsStep& s, int tid, Rows<E> x, const E* w, const float* bias) {
   Range cols = share(round_up(V, 32) / 32, tid, c.team.size());
-  float* best = c.best + size_t(tid) * c.max_rows;
-  int32_t* best_at = c.best_at + size_t(tid) * c.max_rows;
-  for (int r = 0; r < s.L; r++) best[r] = -__builtin_inff(), best_at[r] = -1;
+  Best* best = c.best + size_t(tid) * c.max_rows;
+  for (int r = 0; r < s.L; r++) best[r] = {splat(-__builtin_inff()), vi{} - 1};
+  const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   auto block = [&](int row, int rows, int n, const float* v, int ld) {
-    int live = V - n < 16 ? V - n : 16;
     for (int r = 0; r < rows; r++) {
       vf x16 = load<vf>(v + r * ld);
       if (bias) x16 = x16 + load<vf>(bias + n);
-      alignas(64) float a[16];
-      store(a, x16);
-      if (s.logits) std::memcpy(s.logits + size_t(row + r) * V + n, a, live * 4);
-      vi above = x16 > splat(best[row + r]);
-      bool any = false;
-      for (int i = 0; i < 16; i++) any |= above[i] != 0;
-      if (any)
-        for (int i = 0; i < live; i++)
-          if (a[i] > best[row + r]) best[row + r] = a[i], best_at[row + r] = n + i;
+      if (s.logits) std::memcpy(s.logits + size_t(row + r) * V + n, &x16, (V - n < 16 ? V - n : 16) * 4);
+      Best& b = best[row + r];
+      vi above = x16 > b.value;  // strictly: a lane keeps its first, lowest index
+      if (V - n < 16) above = above & (lanes < V - n);
+      b.value = select(above, x16, b.value);
+      b.index = select(above, lanes + n, b.index);
     }
   };
   panels<E, K>(x, s.L, w, cols.lo, cols.hi, [&](int row, int rows, int pair, const float* v0, const float* v1, int ld) {
@@ -144,10 +140,13 @@ FS_KERNEL void gemm_logits(Ctx& c, const FsStep& s, int tid, Rows<E> x, const E*
   if (tid == 0)
     for (int r = 0; r < s.L; r++) {
       int at = -1;
-      float m = -__builtin_inff();
-      for (int t = 0; t < c.team.size(); t++)  // threads hold ascending column ranges: > keeps the lowest index
-        if (c.best_at[size_t(t) * c.max_rows + r] >= 0 && (at < 0 || c.best[size_t(t) * c.max_rows + r] > m))
-          m = c.best[size_t(t) * c.max_rows + r], at = c.best_at[size_t(t) * c.max_rows + r];
+      float top = 0;
+      for (int t = 0; t < c.team.size(); t++) {
+        const Best& b = c.best[size_t(t) * c.max_rows + r];
+        for (int i = 0; i < 16; i++)
+          if (b.index[i] >= 0 && (at < 0 || b.value[i] > top || (b.value[i] == top && b.index[i] < at)))
+            top = b.value[i], at = b.index[i];
+      }
       s.argmax[r] = at;
     }
 }

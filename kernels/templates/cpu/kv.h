@@ -17,25 +17,50 @@ struct KvLayout {
   static E* values(E* layer, int page, int g) { return keys(layer, page, g) + k_elems; }
   static const E* key_tile(const E* keys, int half, int kb) { return keys + (size_t(half) * DK + kb) * kTileElems; }
 
-  // Where element d of token i (0..31) of a page lives.
-  static size_t key_at(int i, int d) {
-    size_t tile = (size_t(i / 16) * DK + d / 32) * kTileElems;
-    return sizeof(E) == 2 ? tile + (d % 32) / 2 * 32 + (i % 16) * 2 + d % 2 : tile + (d % 32) * 16 + i % 16;
+  // Token i's key: for bf16 one 32-bit pair a tile row, else one float a tile row; rows are 16 lanes apart.
+  using Lane = typename Elem<E>::Lane;
+  static constexpr int key_rows = DK * (sizeof(E) == 2 ? 16 : 32);
+  static Lane* key_lane(E* keys, int i) { return reinterpret_cast<Lane*>(keys + size_t(i / 16) * DK * kTileElems) + i % 16; }
+  static const Lane* key_lane(const E* keys, int i) { return key_lane(const_cast<E*>(keys), i); }
+
+  // Token i's value in column block n: for bf16 every second half-word of a 64-byte row, else a row of 16 floats.
+  static void put_value(E* values, int i, int n, vf v) {
+    E* tile = values + size_t(n) * kTileElems;
+    if constexpr (sizeof(E) == 2) {
+      uint16_t* row = tile + i / 2 * 32;
+      vu old = load<vu>(row), half = __builtin_convertvector(to_bf16(v), vu);
+      store(row, i % 2 ? (old & 0xffffu) | (half << 16) : (old & 0xffff0000u) | half);
+    } else {
+      store(tile + i * 16, v);
+    }
   }
-  static size_t value_at(int i, int d) {
-    size_t tile = size_t(d / 16) * kTileElems;
-    return sizeof(E) == 2 ? tile + i / 2 * 32 + (d % 16) * 2 + i % 2 : tile + i * 16 + d % 16;
+  static vf get_value(const E* values, int i, int n) {
+    const E* tile = values + size_t(n) * kTileElems;
+    if constexpr (sizeof(E) == 2) {
+      vu row = load<vu>(tile + i / 2 * 32);
+      return as_f(i % 2 ? row & 0xffff0000u : row << 16);
+    } else {
+      return load<vf>(tile + i * 16);
+    }
   }
   static void put(E* layer, int slot, int g, const float* k, const float* v) {
     E *kk = keys(layer, slot / kPage, g), *vv = values(layer, slot / kPage, g);
-    for (int d = 0; d < D; d++) Elem<E>::put_one(kk + key_at(slot % kPage, d), k[d]);
-    for (int d = 0; d < D; d++) Elem<E>::put_one(vv + value_at(slot % kPage, d), v[d]);
+    alignas(64) E packed[DK * kTileK] = {};
+    for (int d = 0; d < D; d++) Elem<E>::put_one(packed + d, k[d]);
+    const Lane* from = reinterpret_cast<const Lane*>(packed);
+    Lane* to = key_lane(kk, slot % kPage);
+    for (int row = 0; row < key_rows; row++) to[row * 16] = from[row];
+    alignas(64) float padded[DN * 16] = {};
+    std::memcpy(padded, v, D * sizeof(float));
+    for (int n = 0; n < DN; n++) put_value(vv, slot % kPage, n, load<vf>(padded + n * 16));
   }
   static void copy_key(const E* from, int i, E* to, int j) {
-    for (int d = 0; d < D; d++) to[key_at(j, d)] = from[key_at(i, d)];
+    const Lane* a = key_lane(from, i);
+    Lane* b = key_lane(to, j);
+    for (int row = 0; row < key_rows; row++) b[row * 16] = a[row * 16];
   }
   static void copy_value(const E* from, int i, E* to, int j) {
-    for (int d = 0; d < D; d++) to[value_at(j, d)] = from[value_at(i, d)];
+    for (int n = 0; n < DN; n++) put_value(to, j, n, get_value(from, i, n));
   }
   // commit's gather: slot by slot in order, so overlapping moves to lower slots are safe.
   static void move(E* layer, int n, const int32_t* src, const int32_t* dst) {

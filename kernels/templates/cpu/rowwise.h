@@ -59,7 +59,13 @@ FS_KERNEL void rope(Ctx& c, int tid, int T, int heads, Rows<float> x, const int3
     for (int h = 0; h < heads; h++) {
       const float* in = x.row(t) + h * D;
       float* out = y.row(t) + h * D;
-      for (int i = 0; i < half; i++) {
+      int i = 0;
+      for (; i + 16 <= half; i += 16) {
+        vf a = load<vf>(in + i), b = load<vf>(in + i + half), c16 = load<vf>(co + i), s16 = load<vf>(si + i);
+        store(out + i, a * c16 - b * s16);
+        store(out + i + half, b * c16 + a * s16);
+      }
+      for (; i < half; i++) {
         float a = in[i], b = in[i + half];
         out[i] = a * co[i] - b * si[i];
         out[i + half] = b * co[i] + a * si[i];

@@ -49,8 +49,15 @@ inline vh to_bf16(vf x) {
 }
 inline vf from_bf16(vh h) { return as_f(__builtin_convertvector(h, vu) << 16); }
 
-inline vf select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+inline vf select(vi mask, vf a, vf b) { return mask ? a : b; }
+inline vi select(vi mask, vi a, vi b) { return mask ? a : b; }
+#if defined(__AVX512F__)
+inline vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+inline vf vmin(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
 inline vf vmax(vf a, vf b) { return select(a > b, a, b); }
+inline vf vmin(vf a, vf b) { return select(a < b, a, b); }
+#endif
 
 // Lane reductions with a fixed shape, so that a row's result never depends on how the row was reached.
 inline float hsum(vf v) {
@@ -68,13 +75,12 @@ inline float hmax(vf v) {
   return m;
 }
 
-// exp by 2^n * polynomial (Cephes coefficients), relative error below 2e-7; underflows to 0 below -87.
-inline vf fs_exp(vf x) {
-  vf lim = select(x < -87.0f, splat(-87.0f), select(x > 88.0f, splat(88.0f), x));
-  vf shifted = lim * 1.44269504f + 12582912.0f;  // adds 1.5 * 2^23: rounds to the nearest integer in the low bits
+// 2^n * polynomial (Cephes coefficients) for x in [-87, 88], relative error below 2e-7.
+inline vf exp_in_range(vf x) {
+  vf shifted = x * 1.44269504f + 12582912.0f;  // adds 1.5 * 2^23: the nearest integer lands in the low bits
   vi n = (vi)shifted - 0x4b400000;
   vf nf = shifted - 12582912.0f;
-  vf r = lim - nf * 0.693359375f;
+  vf r = x - nf * 0.693359375f;
   r = r + nf * 2.12194440e-4f;
   vf p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
@@ -82,10 +88,15 @@ inline vf fs_exp(vf x) {
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  vf scaled = as_f((vu)((vi)p + (n << 23)));
-  return select(x < -87.0f, splat(0.0f), scaled);
+  p = p * (r * r) + (r + 1.0f);
+  return as_f((vu)((vi)p + (n << 23)));
 }
+inline vf fs_exp(vf x) {
+  vf e = exp_in_range(vmin(vmax(x, splat(-87.0f)), splat(88.0f)));
+  return select(x < -87.0f, splat(0.0f), e);
+}
+// For softmax, x <= 0: below -87 the result is 0, whatever the polynomial made of the clamped value.
+inline vf exp_nonpositive(vf x) { return select(x < -87.0f, splat(0.0f), exp_in_range(vmax(x, splat(-87.0f)))); }
 inline vf fs_tanh(vf x) {
   vf e = fs_exp(x * 2.0f);
   vf t = 1.0f - 2.0f / (e + 1.0f);
@@ -97,6 +108,7 @@ template <class E>
 struct Elem;
 template <>
 struct Elem<float> {
+  using Lane = float;  // what one lane of a tile row holds
   static vf get(const float* p) { return load<vf>(p); }
   static void put(float* p, vf v) { store(p, v); }
   static float one(const float* p) { return *p; }
@@ -104,6 +116,7 @@ struct Elem<float> {
 };
 template <>
 struct Elem<bf16> {
+  using Lane = uint32_t;  // a pair of k
   static vf get(const bf16* p) { return from_bf16(load<vh>(p)); }
   static void put(bf16* p, vf v) { store(p, to_bf16(v)); }
   static float one(const bf16* p) { return bf16_to_f32(*p); }
