@@ -13,6 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from flexspec.cache import cache_root
 from flexspec.compiler.manifest import MANIFEST_NAME, decode_manifest, is_valid_name
 from flexspec.errors import ArtifactError
 
@@ -57,19 +58,12 @@ def unpack_to_cache(path: Path) -> Path:
             members = _check_members(path, archive)
             data = archive.read(MANIFEST_NAME)
             decode_manifest(data, path.name)
-            folder = cache_folder() / "artifacts" / hashlib.sha256(data).hexdigest()[:32] / path.name
+            folder = cache_root() / "artifacts" / hashlib.sha256(data).hexdigest()[:32] / path.name
             if not (folder / MANIFEST_NAME).is_file():
                 _extract(archive, members, folder)
             return folder
     except _ZIP_ERRORS as error:
         raise _not_an_artifact(path, f"{path.name}: {error}") from None
-
-
-def cache_folder() -> Path:
-    """$FLEXSPEC_CACHE_DIR, else flexspec's folder in the user's cache."""
-    chosen = os.environ.get("FLEXSPEC_CACHE_DIR")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(chosen) if chosen else Path(base) / "flexspec"
 
 
 def _check_members(path: Path, archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:

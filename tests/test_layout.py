@@ -30,6 +30,7 @@ LONG_FUNCTIONS: dict[str, int] = {}
 HEAVY: dict[str, tuple[str, ...]] = {
     "torch": (
         "benchmarks/*",
+        "benchmarks/peers/*",
         "compiler/frontends/torch_mlir*",
         "examples/*",
         "kernels/reference.py",

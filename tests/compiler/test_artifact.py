@@ -50,7 +50,7 @@ def tree_bytes(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEXSPEC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FLEXSPEC_CACHE", str(tmp_path / "cache"))
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
