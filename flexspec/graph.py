@@ -78,17 +78,20 @@ class Graph:
         return table
 
     def hash(self) -> str:
-        """Structural hash: equal for graphs that differ only in the names of intermediate values and in ``name``."""
+        """Structural hash: equal for graphs that differ only in ``name``, in the names of intermediate values, and in
+        the order of nodes that do not depend on one another (front ends trace the same block in different orders).
+        """
         ids: dict[str, str] = {}
         lines: list[str] = []
         for i, value in enumerate(self.inputs):
-            stable = value.name if value.type.role is Role.WEIGHT else f"in{i}"
-            ids[value.name] = stable
-            lines.append(f"{stable}={value.type}")
-        for i, node in enumerate(self.nodes):
-            lines.append(f"{node.op}({','.join(ids[n] for n in node.inputs)}){node.attrs!r}")
-            for j, value in enumerate(node.outputs):
-                ids[value.name] = f"n{i}.{j}"
-                lines.append(str(value.type))
+            ids[value.name] = value.name if value.type.role is Role.WEIGHT else f"#{i}"
+            lines.append(f"{ids[value.name]}={value.type}")
+        calls: list[str] = []
+        for node in self.nodes:  # a node's identity is its whole expression down to the inputs
+            types = ",".join(str(value.type) for value in node.outputs)
+            call = f"{node.op}({','.join(ids[n] for n in node.inputs)}){node.attrs!r}:{types}"
+            calls.append(hashlib.sha256(call.encode()).hexdigest())
+            ids.update((value.name, f"{calls[-1]}.{j}") for j, value in enumerate(node.outputs))
+        lines += sorted(calls)
         lines.append("return " + ",".join(ids[n] for n in self.outputs))
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()

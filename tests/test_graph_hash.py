@@ -11,6 +11,7 @@ from flexspec.models.config import ModelConfig, RopeConfig
 from flexspec.models.registry import build_model
 from flexspec.text import parse_graph, print_graph
 from flexspec.types import DType
+from flexspec.verifier import verify
 
 CONFIG = ModelConfig("llama", 32, 16, 2, 2, 1, 8, 24, 1e-5, 64)
 
@@ -18,7 +19,7 @@ CONFIG = ModelConfig("llama", 32, 16, 2, 2, 1, 8, 24, 1e-5, 64)
 def test_hash_is_frozen() -> None:
     """Artifacts and caches are keyed by it: a change here is a format change and belongs in the changelog."""
     graph = build_model(CONFIG, DType.F32)
-    assert graph.hash() == "0ee0a5cf7651ea3ef308b0a45fdb547b293751494ec33623444c659445e2a68d"
+    assert graph.hash() == "14268cc070e36769437f491a1e9e428667efe4f2f417c0bcabda57d733199e4d"
 
 
 def test_renaming_intermediate_values_and_the_graph_keeps_the_hash() -> None:
@@ -27,6 +28,26 @@ def test_renaming_intermediate_values_and_the_graph_keeps_the_hash() -> None:
     renamed = parse_graph(text)
     assert {v.name for v in renamed.values()} != {v.name for v in graph.values()}
     assert renamed.hash() == graph.hash()
+
+
+def test_the_order_of_independent_nodes_keeps_the_hash() -> None:
+    """Each projection split into heads at once (as Hugging Face's code runs), or all projections first."""
+    graph = build_model(CONFIG, DType.F32)
+    at = [node.op for node in graph.nodes].index("split_heads")
+    q, k, v, split_q, split_k, split_v = graph.nodes[at - 3 : at + 3]
+    shuffled = replace(
+        graph, nodes=(*graph.nodes[: at - 3], v, split_v, q, split_q, k, split_k, *graph.nodes[at + 3 :])
+    )
+    verify(shuffled)
+    assert shuffled != graph and shuffled.hash() == graph.hash()
+
+
+def test_a_repeated_node_and_a_swapped_output_change_the_hash() -> None:
+    graph = build_model(CONFIG, DType.F32)
+    (extra,) = graph.nodes[1].outputs
+    twice = replace(graph.nodes[1], outputs=(replace(extra, name="again"),))
+    assert replace(graph, nodes=(*graph.nodes, twice)).hash() != graph.hash()
+    assert replace(graph, outputs=graph.outputs[::-1]).hash() != graph.hash()
 
 
 def test_step_inputs_may_be_renamed_weights_may_not() -> None:
