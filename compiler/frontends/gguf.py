@@ -21,7 +21,7 @@ from flexspec.compiler.frontends.loaded_model import LoadedModel
 from flexspec.compiler.frontends.rope_settings import rope_from_gguf
 from flexspec.compiler.frontends.settings import Settings, check_config
 from flexspec.compiler.frontends.tokenizer_gguf import build_tokenizer_json, special_token_texts
-from flexspec.compiler.frontends.weights import finite, widen_bf16
+from flexspec.compiler.frontends.weights import check_layer_count, finite, widen_bf16
 from flexspec.errors import ModelConfigError, WeightError
 from flexspec.models.config import ModelConfig
 from flexspec.models.llama import check_sliding_window
@@ -96,6 +96,7 @@ def open_gguf(path: Path) -> LoadedModel:
     config = read_config(header)
     arch = metadata.string("general.architecture")
     weights = GgufWeights(header, config.heads, config.kv_heads, interleaved=arch == "llama")
+    check_layer_count(weights, config.layers, path)
     template = metadata.string("tokenizer.chat_template", "")
     return LoadedModel(
         config=config,

@@ -22,6 +22,7 @@ from flexspec.compiler.frontends.safetensors_file import (
     read_header,
 )
 from flexspec.compiler.frontends.settings import Settings, check_config
+from flexspec.compiler.frontends.weights import check_layer_count
 from flexspec.errors import ModelFileError, TokenizerError, WeightError
 from flexspec.models.config import ModelConfig
 from flexspec.models.llama import check_sliding_window
@@ -68,6 +69,7 @@ def open_huggingface(folder: Path) -> LoadedModel:
     ends = Settings(generation, folder / "generation_config.json").token_ids("eos_token_id")
     config = check_config(replace(config, eos_ids=tuple(dict.fromkeys((*ends, *config.eos_ids)))), config_path)
     weights = open_weights(folder)
+    check_layer_count(weights, config.layers, folder)
     files = [config_path, *find_weight_files(folder), *(folder / name for name in _TOKENIZER_FILES)]
     extra: dict[str, Any] = {"format": "huggingface", "architecture": architecture}
     if architecture == FUSED_STATE:

@@ -11,6 +11,7 @@ from flexspec.errors import ModelConfigError
 from flexspec.models.config import ModelConfig
 
 _MAX_SIZE = 1 << 31
+_MAX_POSITIONS = 1 << 26
 
 
 class Settings:
@@ -90,6 +91,10 @@ def check_config(config: ModelConfig, path: Path) -> ModelConfig:
     if config.heads % config.kv_heads:
         found = f"{path} has {config.heads} query heads over {config.kv_heads} key/value heads"
         raise ModelConfigError(found, "a whole number of query heads per key/value head", fix)
+    if config.max_positions > _MAX_POSITIONS:
+        raise ModelConfigError(
+            f"{path} has a context of {config.max_positions} tokens", f"at most {_MAX_POSITIONS}", fix
+        )
     if config.head_dim % 2:
         raise ModelConfigError(f"{path} has head dim {config.head_dim}", "an even head dim (rotary pairs)", fix)
     ids = [*config.eos_ids, *([] if config.bos_id is None else [config.bos_id])]

@@ -35,6 +35,14 @@ def finite(array: NDArray[np.float32], name: str, path: Path) -> NDArray[np.floa
     return array
 
 
+def check_layer_count(source: WeightSource, layers: int, path: Path) -> None:
+    """Hold the configuration's layer count against the checkpoint, before anything as large is built from it."""
+    stored = {name.split(".")[1] for name in source.names() if name.startswith("layers.")}
+    if len(stored) != layers:
+        found = f"{path} is configured with {layers} layers but holds weights of {len(stored)}"
+        raise WeightError(found, "the weights of every layer", "the model was cut or mixed up: download it again")
+
+
 def check_weights(source: WeightSource, expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
     """Hold that each expected parameter is in ``source`` exactly once with its shape, and that nothing is left over.
 
