@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from flexspec.runtime.api import Delta, EngineClient
+from flexspec.runtime.api import EngineClient
 from flexspec.runtime.server.drain import Drain
 from flexspec.runtime.server.failures import NO_REASON, engine_error, shutting_down
 from flexspec.runtime.server.openai import (
@@ -20,7 +20,7 @@ from flexspec.runtime.server.openai import (
     usage,
 )
 from flexspec.runtime.server.requests import Ask
-from flexspec.runtime.server.stream import Generation, unless_gone
+from flexspec.runtime.server.stream import Generation, Piece, unless_gone
 
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -57,41 +57,41 @@ class Answer(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
         opened: set[int] = set()
         failed = False
-        while not failed and (batch := await generation.next_batch()) is not None:
-            for index, delta in batch:
-                failed = failed or delta.finish_reason == "error"
-                for event in self._events(index, delta, opened):
+        while not failed and (pieces := await generation.next_pieces()) is not None:
+            for piece in sorted(pieces, key=lambda piece: piece.finish_reason == "error"):  # an error is the last word
+                failed = failed or piece.finish_reason == "error"
+                for event in self._events(piece, opened):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
         if self._ask.include_usage and not failed:
             event = sse({**self._form.chunk([]), "usage": self._usage(generation)})
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": SSE_DONE, "more_body": False})
 
-    def _events(self, index: int, delta: Delta, opened: set[int]) -> list[bytes]:
-        """Events of one delta: the opening of its choice, its text, and its end or error."""
+    def _events(self, piece: Piece, opened: set[int]) -> list[bytes]:
+        """Events of one piece: the opening of its choice, its text, and its end or error."""
         choices: list[Json] = []
-        if index not in opened and (delta.text or delta.finish_reason):
-            opened.add(index)
-            opening = self._form.opening(index)
+        if piece.index not in opened and (piece.text or piece.finish_reason):
+            opened.add(piece.index)
+            opening = self._form.opening(piece.index)
             choices += [opening] if opening else []
-        if delta.text:
-            choices.append(self._form.piece(index, delta.text))
-        if delta.finish_reason not in (None, "error"):
-            choices.append(self._form.closing(index, str(delta.finish_reason)))
+        if piece.text:
+            choices.append(self._form.piece(piece.index, piece.text))
+        if piece.finish_reason not in (None, "error"):
+            choices.append(self._form.closing(piece.index, str(piece.finish_reason)))
         # OpenAI: every chunk has a usage field, null but for the last, when usage was asked for.
         extra = {"usage": None} if self._ask.include_usage else {}
         events = [sse({**self._form.chunk([choice]), **extra}) for choice in choices]
-        if delta.finish_reason == "error":
-            events.append(sse(error_body(delta.error or NO_REASON, "server_error", None, "engine_error")))
+        if piece.finish_reason == "error":
+            events.append(sse(error_body(piece.error or NO_REASON, "server_error", None, "engine_error")))
         return events
 
     async def _whole(self, generation: Generation, send: Send) -> None:
         texts = [""] * len(generation.choices)
-        while (batch := await generation.next_batch()) is not None:
-            for index, delta in batch:
-                texts[index] += delta.text
-                if delta.finish_reason == "error":
-                    raise engine_error(delta.error)
+        while (pieces := await generation.next_pieces()) is not None:
+            for piece in pieces:
+                texts[piece.index] += piece.text
+                if piece.finish_reason == "error":
+                    raise engine_error(piece.error)
         if any(choice.finish_reason == "cancelled" for choice in generation.choices):
             raise shutting_down()  # half an answer must not look like a whole one; the client may ask again
         choices = [

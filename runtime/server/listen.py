@@ -23,9 +23,12 @@ def reserve_port(host: str, port: int) -> socket.socket:
     Listening already here keeps a second process off: two sockets with SO_REUSEADDR may both be bound while neither
     listens. Clients that come early wait in the backlog until the server runs.
     """
+    if not 0 <= port <= 65535:  # getaddrinfo would take the port modulo 65536
+        raise PortError(
+            f"cannot listen on {host}:{port} (no such port)", "a port from 0 to 65535", "choose such a --port"
+        )
     listener: socket.socket | None = None
     try:
-        # OverflowError: a port above 65535. UnicodeError: a name that cannot be one, such as a label of 64 letters.
         family, kind, proto, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -33,20 +36,17 @@ def reserve_port(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
         listener.bind(address)
         listener.listen(BACKLOG)
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: no host name, such as a label of 64 letters
         if listener is not None:
             listener.close()
         raise _port_error(host, port, error) from error
     return listener
 
 
-def _port_error(host: str, port: int, error: Exception) -> PortError:
-    number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, OverflowError):
-        reason, fix = "no such port", "choose a --port from 0 to 65535"
-    elif isinstance(error, socket.gaierror | UnicodeError):
+def _port_error(host: str, port: int, error: OSError | UnicodeError) -> PortError:
+    if isinstance(error, socket.gaierror | UnicodeError):
         reason, fix = "no such host", "choose a --host that resolves, such as 127.0.0.1"
     else:
-        reason = os.strerror(number or 0)
-        fix = _FIXES.get(number or 0, "choose another --host or --port")
+        number = error.errno or 0
+        reason, fix = os.strerror(number), _FIXES.get(number, "choose another --host or --port")
     return PortError(f"cannot listen on {host}:{port} ({reason})", "an address that is free", fix)

@@ -17,12 +17,14 @@ from flexspec.runtime.api import RequestStats
 Json = dict[str, Any]
 
 # A JSON string may hold these as they are, but line readers that split like str.splitlines would cut an event in two.
-_LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+_LINE_BREAKS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
 
 
 def to_json(value: Json) -> bytes:
     """UTF-8 JSON in one line, with no character in it that any reader takes for a line break."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(_LINE_BREAKS)
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    for character, escape in _LINE_BREAKS:
+        text = text.replace(character, escape)
     # A lone surrogate has no UTF-8; backslashreplace writes it as the JSON escape of itself.
     return text.encode("utf-8", "backslashreplace")
 

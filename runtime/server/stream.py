@@ -72,6 +72,16 @@ class Choice:
         return RequestStats(prompt_tokens=self.prompt_tokens, completion_tokens=self.tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of one choice that has not been sent yet, and its end if it has come."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    error: str | None
+
+
 class Generation:
     """The engine requests of one answer. ``cancel`` must run whatever happens after ``submit``."""
 
@@ -89,17 +99,20 @@ class Generation:
             deliver = partial(self._inbox.put, sample.index)
             choice.request_id = self._engine.submit(sample.prompt_ids, sample.params, deliver)
 
-    async def next_batch(self) -> list[tuple[int, Delta]] | None:
-        """The deltas that have come, neighbours of one choice merged; None when every choice has a finish_reason."""
+    async def next_pieces(self) -> list[Piece] | None:
+        """What has come, at most one piece a choice; None when every choice has a finish_reason."""
         if all(choice.finish_reason is not None for choice in self.choices):
             return None
-        batch: dict[int, Delta] = {}
+        texts: dict[int, list[str]] = {}
         for index, delta in await self._inbox.get():
             choice = self.choices[index]
             if choice.finish_reason is None:
                 choice.take(delta)
-                batch[index] = _merge(batch.get(index), delta)
-        return list(batch.items())
+                texts.setdefault(index, []).append(delta.text)
+        return [
+            Piece(index, "".join(parts), self.choices[index].finish_reason, self.choices[index].error)
+            for index, parts in texts.items()
+        ]
 
     def cancel(self) -> None:
         """Cancel what the engine may still work on."""
@@ -118,13 +131,6 @@ class Generation:
         for index, choice in enumerate(self.choices):
             if choice.finish_reason is None:
                 self._inbox.put(index, Delta("", (), "cancelled", choice.counted()))
-
-
-def _merge(first: Delta | None, then: Delta) -> Delta:
-    if first is None:
-        return then
-    ids = first.token_ids + then.token_ids
-    return Delta(first.text + then.text, ids, then.finish_reason, then.stats, then.error)
 
 
 async def unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:

@@ -137,8 +137,10 @@ class ScriptedEngine:
         request.said += 1
         if request.said == request.params.max_tokens:
             self._end(request, text, ids, "length", None)
-        else:
-            request.on_delta(Delta(text, ids))
+            return
+        request.on_delta(Delta(text, ids))
+        with self._changed:
+            self._changed.notify_all()
 
     def _end(self, request: _Running, text: str, ids: tuple[int, ...], reason: str, error: str | None) -> None:
         rounds = max(0, request.said - 1)
