@@ -23,6 +23,8 @@ FORMAT = 1
 SUCCESSORS = 8  # next tokens kept for a context
 PROB_STEP = 0.05  # nats per unit of a stored probability: p = exp(-PROB_STEP * code)
 MAX_ORDER = 8
+MIN_BYTES = 16_384
+_HEADER_BYTES = 512  # of the file, for each level and for the rest
 _MASK = (1 << 64) - 1
 _MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: Fibonacci hashing (Knuth, TAOCP 3, 6.4)
 
@@ -54,15 +56,15 @@ class _Level:
 def build_table(
     sequences: Iterable[tuple[Sequence[int], Sequence[int]]], order: int = 4, max_bytes: int = 8_000_000
 ) -> Arrays:
-    """Count answers (prompts only give context) and return the table's arrays, at most ``max_bytes`` of them.
+    """Count answers (prompts only give context) and return the table's arrays, at most ``max_bytes`` once saved.
 
     ``order`` 4 means contexts of up to three tokens. Raises TuneError when there is nothing to count or the bounds make
     no table.
     """
-    if not 2 <= order <= MAX_ORDER or max_bytes < 4096:
+    if not 2 <= order <= MAX_ORDER or max_bytes < MIN_BYTES:
         raise TuneError(
-            f"n-gram order {order} in {max_bytes} bytes", f"an order from 2 to {MAX_ORDER} and at least 4096 bytes",
-            "use --ngram-order 4 --ngram-bytes 8000000",
+            f"n-gram order {order} in {max_bytes} bytes",
+            f"an order from 2 to {MAX_ORDER} and at least {MIN_BYTES} bytes", "use order 4 and 8000000 bytes",
         )  # fmt: skip
     stream_N, target_M, reach_M = _flatten(sequences, order - 1)
     if not len(target_M):
@@ -70,7 +72,7 @@ def build_table(
     levels = _count(stream_N, target_M, reach_M, order - 1)
     wide = int(stream_N.max()) > 0xFFFF
     gains = _gains(levels)
-    return _pack(levels, _fit(levels, gains, max_bytes - 1024, 5 if wide else 3), wide)
+    return _pack(levels, _fit(levels, gains, max_bytes - _HEADER_BYTES * (order + 1), 5 if wide else 3), wide)
 
 
 def save_table(arrays: Arrays, path: Path) -> None:
