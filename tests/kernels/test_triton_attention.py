@@ -13,13 +13,13 @@ from flexspec.kernels.attention_check import (
     TOLERANCE,
     Case,
     Part,
-    StepInputs,
+    bit_case,
     covering_cases,
     edge_cases,
     error_of,
     make_inputs,
     reference,
-    run_case,
+    same_bits,
     scale_of,
 )
 from flexspec.kernels.tree_attention import row_tiles
@@ -27,7 +27,6 @@ from flexspec.kernels.triton_spec import TileConfig
 from flexspec.types import DType
 
 ONE_LOOP = tuple(replace(case, name=f"{case.name}, one loop") for case in edge_cases()[1:4])
-ROWS = Case("rows", 2, 1, 32, (Part("tree", 40, 9), Part("causal", 150, 3), Part("star", 64, 5)), split_keys=64)
 
 
 def case_errors() -> dict[str, float]:
@@ -52,48 +51,14 @@ def test_kernels_agree_with_float64(case: Case, errors: dict[str, float]) -> Non
     assert errors[f"{case.name} {case.dtype.value}"] <= TOLERANCE[case.dtype]
 
 
-def _request_alone(inputs: StepInputs, request: int) -> StepInputs:
-    """The step that holds only one of the requests, in the same cache."""
-    first, last = inputs.starts_R1[request : request + 2].tolist()
-    only = slice(request, request + 1)
-    return replace(
-        inputs, q_THD=inputs.q_THD[first:last].contiguous(), page_table_RB=inputs.page_table_RB[only],
-        starts_R1=np.array([0, last - first], np.int32), contexts_R=inputs.contexts_R[only],
-        causal_R=inputs.causal_R[only], ancestors_TW=inputs.ancestors_TW[first:last],
-    )  # fmt: skip
-
-
-def _first_rows(inputs: StepInputs, rows: int) -> StepInputs:
-    """A step of one request cut to its first rows: the same tree before its last nodes were added."""
-    return replace(
-        inputs, q_THD=inputs.q_THD[:rows].contiguous(), starts_R1=np.array([0, rows], np.int32),
-        ancestors_TW=inputs.ancestors_TW[:rows],
-    )  # fmt: skip
-
-
-def same_bits() -> dict[str, bool]:
-    """Whether each request has the same output bits in the full step, alone, and with fewer rows behind a row."""
-    import torch
-
+def bits() -> dict[str, bool]:
     from flexspec.kernels.triton_launch import SourceKernels
 
-    kernels = SourceKernels(ROWS.variant(), TileConfig(32, 4, 2))
-    inputs = make_inputs(ROWS, 3, "cpu")
-    together = run_case(ROWS, kernels, inputs, "cpu")
-    same = {}
-    for request in range(len(ROWS.parts)):
-        first, last = inputs.starts_R1[request : request + 2].tolist()
-        alone = _request_alone(inputs, request)
-        out = run_case(ROWS, kernels, alone, "cpu")  # request 0 and 2 need fewer splits alone, 0 needs no merge
-        same[f"request {request} alone"] = torch.equal(out, together[first:last])
-        for rows in range(1, last - first):
-            out = run_case(ROWS, kernels, _first_rows(alone, rows), "cpu")
-            same[f"request {request}, {rows} rows"] = torch.equal(out, together[first : first + rows])
-    return same
+    return same_bits(bit_case(), SourceKernels(bit_case().variant(), TileConfig(32, 4, 2)), "cpu")
 
 
 def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it() -> None:
-    result = interpreted(__file__, "same_bits")
+    result = interpreted(__file__, "bits")
     assert len(result) == 17 and [name for name, same in result.items() if not same] == []
 
 
