@@ -30,7 +30,13 @@ def open_model(path: Path) -> LoadedModel:
     Raises ModelFileError (missing, cut, damaged, a pointer, another format), ModelConfigError (incomplete or
     unsupported), WeightError or TokenizerError; never anything else for a bad file.
     """
-    path = Path(path)
+    try:
+        return _open(Path(path))
+    except OSError as error:  # a folder that may not be entered, a disk that fails
+        raise ModelFileError(f"{path} cannot be read ({error})", _EXPECTED, "check its permissions") from None
+
+
+def _open(path: Path) -> LoadedModel:
     if path.is_dir():
         return open_huggingface(path)
     size = check_file(path, _EXPECTED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -253,6 +254,11 @@ def test_wrong_files(tmp_path: Path) -> None:
             open_model(path)
     with pytest.raises(ModelFileError, match="does not exist"):
         open_model(tmp_path / "none.gguf")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ModelFileError, match="not a regular file"):  # opening it would wait for ever
+        open_model(tmp_path / "pipe.gguf")
+    with pytest.raises(ModelFileError, match="cannot be read"):
+        open_model(tmp_path / ("x" * 5000))
     (tmp_path / "folder.gguf").mkdir()
     with pytest.raises(ModelFileError, match="no config.json"):
         open_model(tmp_path / "folder.gguf")
