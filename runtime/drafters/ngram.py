@@ -71,7 +71,8 @@ class NgramModel:
         merged = {token: mass * chance for token, chance in shorter}
         for token, code in zip(level.tokens[start:stop], level.probs[start:stop], strict=True):
             merged[token] = merged.get(token, 0.0) + probability[code]
-        return tuple(sorted(merged.items(), key=lambda item: (-item[1], item[0]))[:SUCCESSORS])
+        ranked = sorted([(-chance, token) for token, chance in merged.items()])[:SUCCESSORS]
+        return tuple([(token, -negative) for negative, token in ranked])
 
 
 def expand_ngrams(model: NgramModel, context: tuple[int, ...], root: int, max_nodes: int, max_depth: int) -> TokenTree:

@@ -18,12 +18,18 @@ from flexspec.runtime.drafters.merge import best_chain, merge_trees, most_promis
 from flexspec.runtime.drafters.plan import DraftPlan, worst_case
 from flexspec.tree import TokenTree
 
+_SMOOTHING = 0.1
+_HEADROOM = 1.5  # asked over usual: a source that could give more shows it, and the usual count grows
+_SPARE_NODES = 2
+
 
 class PlannedDrafter:
     """The plan's drafters, in the order of ``plan.sources`` (their names).
 
     ``step_cost`` is the LLM's measured cost by rows; without it method "budget" always takes ``max_nodes``.
     ``draft_cost`` is the measured cost of a round's drafting in the same unit; the engine may update it at any time.
+    Where costs keep trees small, the sources are asked for little more than what was last verified: drafting for many
+    requests at once then costs in proportion to what it gives.
     """
 
     name = "planned"
@@ -37,6 +43,7 @@ class PlannedDrafter:
         self.step_cost = step_cost
         self.draft_cost = 0.0
         self.limits = worst_case(plan)
+        self._usual_nodes = float(self.limits.max_nodes)  # verified nodes a request, smoothed
         self._drafters = [by_name[source] for source in sources]
         self.reads_features = any(drafter.reads_features for drafter in self._drafters)
 
@@ -72,10 +79,15 @@ class PlannedDrafter:
             chances = [[chance[i] for i in nodes] for chance, nodes in zip(survival, kept, strict=True)]
             budget = choose_budget(chances, self.step_cost, self.draft_cost)
             kept = [nodes[:count] for nodes, count in zip(kept, budget.nodes, strict=True)]
+            self._usual_nodes += _SMOOTHING * (max(budget.nodes) - self._usual_nodes)
         return [take_nodes(tree, nodes) for tree, nodes in zip(merged, kept, strict=True)]
 
     def _limit(self, request: DraftRequest) -> DraftRequest:
-        nodes, depth = min(request.max_nodes, self.limits.max_nodes), min(request.max_depth, self.limits.max_depth)
+        usual = int(_HEADROOM * self._usual_nodes) + _SPARE_NODES
+        nodes, depth = (
+            min(request.max_nodes, self.limits.max_nodes, usual),
+            min(request.max_depth, self.limits.max_depth),
+        )
         return DraftRequest(request.request_id, request.last_token, nodes, depth, request.params)
 
     def _keep(self, request: DraftRequest, tree: TokenTree, survival: Sequence[float]) -> list[int]:

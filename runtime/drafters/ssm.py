@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flexspec.errors import CapacityError
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.expand import Expansion, Growth, top_successors
-from flexspec.runtime.drafters.pages import PageAllocator, RowGroup, pack_rows
+from flexspec.runtime.pages import PageAllocator, RowGroup, pack_rows
 from flexspec.runtime.noise import DraftNoise, draft_child
 from flexspec.runtime.step import Executor
 from flexspec.runtime.transforms import target_law
@@ -287,7 +287,7 @@ class SsmDrafter:
         batch = pack_rows(groups)
         self.counts["steps"] += 1
         self.counts["rows"] += len(batch.ids_T)
-        result = self._executor.step(batch, want_logits=True)
+        result = self._executor.step(batch, want_logits=True, want_features=self.reads_features)
         assert result.logits_LV is not None, "the SSM's executor gives logits"
         assert not self.reads_features or result.features_TE is not None, "a fused-state SSM puts its states out"
         return result.logits_LV, result.features_TE if self.reads_features else None

@@ -1,4 +1,4 @@
-"""The page allocator of an SSM's own KV pool, and the packing of rows into a step.
+"""Free pages of a KV pool, and the packing of ragged rows into a step.
 
 Owns which pages are free and how ragged rows of several requests become one StepBatch. The LLM's pool is another one:
 the two share nothing.

@@ -1,0 +1,68 @@
+"""``flexspec compile MODEL [--ssm DIR]... -o X.fspec``"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+EPILOG = """\
+example:
+  flexspec compile SmolLM2-135M-Instruct.Q4_1.gguf --ssm ssm/smollm2-135m -o smollm2.fspec
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument("model", type=Path, help="a .gguf file or a Hugging Face folder")
+    parser.add_argument("--ssm", type=Path, action="append", default=[], help="an SSM folder; may be repeated")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the artifact to write, NAME.fspec")
+    parser.add_argument("--dtype", choices=("bf16", "f32"), default="bf16", help="weights and KV cache (default bf16)")
+    parser.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        help="also compile GPU kernels: sm_80, sm_90, sm_100, gfx942; repeat or separate by commas",
+    )
+    parser.add_argument(
+        "--isa",
+        action="append",
+        default=[],
+        help="CPU instruction sets: amx, avx512, avx2, generic (default: all here)",
+    )
+    parser.add_argument("--draft", default=None, help="draft plan stored in the artifact, as in budget:24/depth=8")
+    parser.add_argument("--max-tree", type=int, default=64, help="largest token tree the GPU kernels take (default 64)")
+    parser.add_argument("--dump-ir", type=Path, help="write the graph after every pass into this folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    from flexspec.cli.progress import progress_bars
+    from flexspec.errors import CompileError
+    from flexspec.kernels.cpu_build import ISA_FLAGS
+    from flexspec.kernels.package import CompileOptions, compile_model
+    from flexspec.runtime.drafters.plan import DraftPlan
+    from flexspec.runtime.open_engine import default_draft
+    from flexspec.types import DType
+
+    targets, isas = _split(args.target), _split(args.isa)
+    unknown = [isa for isa in isas if isa not in ISA_FLAGS]
+    if unknown:
+        raise CompileError(f"--isa {unknown[0]}", f"one of {', '.join(ISA_FLAGS)}", "correct the name")
+    if not 1 <= args.max_tree <= 512:
+        raise CompileError(f"--max-tree {args.max_tree}", "1 to 512 nodes", "choose a size in that range")
+    draft = str(DraftPlan.parse(args.draft)) if args.draft else default_draft(len(args.ssm))
+    options = CompileOptions(DType(args.dtype), targets, isas, draft, args.max_tree, args.dump_ir)
+    argv = ["flexspec", *sys.argv[1:]]
+    with progress_bars() as progress:
+        path, rows = compile_model(args.model, args.ssm, args.output, options, argv=argv, progress=progress)
+    if rows:
+        from flexspec.kernels.triton_package import format_rows
+
+        print(format_rows(rows))
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    print(f"{path}: {size / 1e6:.0f} MB, draft plan {draft}")
+    return 0
+
+
+def _split(values: list[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(item.strip() for value in values for item in value.split(",") if item.strip()))

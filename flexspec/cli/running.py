@@ -1,0 +1,47 @@
+"""Options that ``serve``, ``generate`` and the benchmarks share: how an artifact is run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flexspec.runtime.open_engine import ServeOptions
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--draft",
+        default="auto",
+        help="off, chain:DEPTH, tree:1,1,3,1, budget:NODES, with /option=value (default auto)",
+    )
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: one a core, at most 8)")
+    parser.add_argument("--kv-tokens", type=int, default=16_384, help="tokens the KV pool holds (default 16384)")
+    parser.add_argument("--max-requests", type=int, default=16, help="requests that run at once (default 16)")
+    parser.add_argument("--context", type=int, default=0, help="longest prompt plus output (default: the model's)")
+    parser.add_argument("--no-verify", action="store_true", help="skip digests and the self-test at start")
+
+
+def serve_options(args: argparse.Namespace) -> ServeOptions:
+    """Raises CapacityError for numbers that cannot work."""
+    from flexspec.errors import CapacityError
+    from flexspec.runtime.open_engine import ServeOptions
+
+    for name, low, high in (
+        ("threads", 0, 512),
+        ("kv_tokens", 64, 1 << 30),
+        ("max_requests", 1, 4096),
+        ("context", 0, 1 << 30),
+    ):
+        value = getattr(args, name)
+        if not low <= value <= high:
+            option = "--" + name.replace("_", "-")
+            raise CapacityError(f"{option} {value}", f"{low} to {high}", f"choose {option} in that range")
+    return ServeOptions(
+        draft=args.draft,
+        threads=args.threads,
+        kv_tokens=args.kv_tokens,
+        max_requests=args.max_requests,
+        context_tokens=args.context,
+        verify=not args.no_verify,
+    )

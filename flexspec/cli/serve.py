@@ -1,0 +1,67 @@
+"""``flexspec serve X.fspec``: the OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+EPILOG = """\
+example:
+  flexspec serve smollm2.fspec --port 8000
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}], "stream": true}'
+"""
+
+
+DEFAULT_MAX_TOKENS = 1024  # of a request that names none; each running request reserves its whole length in the pool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from flexspec.cli.running import add_run_arguments
+
+    parser.epilog = EPILOG
+    parser.add_argument("artifact", type=Path, help="an artifact made by flexspec compile")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--name", help="model name to answer to (default: the artifact's file name)")
+    add_run_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from flexspec.cli.running import serve_options
+    from flexspec.runtime.server.listen import reserve_port
+
+    options = serve_options(args)
+    listener = reserve_port(args.host, args.port)  # a busy port must fail before any weight is read
+
+    from prometheus_client import CollectorRegistry
+
+    from flexspec.runtime.engine_thread import EngineThread
+    from flexspec.runtime.open_engine import open_engine
+    from flexspec.runtime.server.app import create_app
+    from flexspec.runtime.server.metrics import Metrics
+    from flexspec.runtime.server.requests import Limits
+    from flexspec.runtime.server.serve import serve
+
+    metrics = Metrics(CollectorRegistry())
+    served = open_engine(args.artifact, options, metrics)
+    name = args.name or args.artifact.name.removesuffix(".fspec")
+    thread = EngineThread(served.engine)
+    limits = Limits(served.context_tokens, served.engine.executor.vocab_size, default_max_tokens=DEFAULT_MAX_TOKENS)
+    app = create_app(thread, served.tokenizer, served.chat, name, metrics, limits)
+    host, port = listener.getsockname()[:2]
+
+    def ready() -> None:
+        print(
+            f"flexspec: {name} on http://{host}:{port} ({served.isa}, draft {served.draft}, "
+            f"context {served.context_tokens})",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    try:
+        return serve(app, listener, on_ready=ready)
+    finally:
+        thread.close()
+        served.close()

@@ -1,0 +1,52 @@
+"""The artifact's self-test: one seeded step per model, its logits as a digest for each instruction set.
+
+A loader that gets other bytes than the compiler did has a damaged library, another CPU behaviour or wrong weights; it
+must say so before it answers anyone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.kernels.cpu_launch import CpuLibrary
+
+_ROWS = 8
+_SEED = 20230516  # SpecInfer's first version, arXiv 2305.09781
+
+
+def seeded_digest(
+    library: Path, weights: Sequence[NDArray[np.generic]], *, ids_below: int, outputs: int, features: int
+) -> str:
+    """sha256 of the float32 logits [8, outputs] of 8 seeded tokens below ``ids_below`` as one chain at position 0."""
+    program = CpuLibrary(library, weights, threads=1, max_rows=_ROWS, pages=1, max_positions=_ROWS)
+    try:
+        return logits_digest(program, ids_below=ids_below, outputs=outputs, features=features)
+    finally:
+        program.close()
+
+
+def logits_digest(program: CpuLibrary, *, ids_below: int, outputs: int, features: int) -> str:
+    """As :func:`seeded_digest` on a program that is loaded already; it uses page 0 of its pool."""
+    rng = np.random.default_rng(_SEED)
+    ids = rng.integers(0, ids_below, _ROWS).astype(np.int32)
+    states = rng.standard_normal((_ROWS, features)).astype(np.float32) if features else None
+    rows = np.arange(_ROWS, dtype=np.int32)
+    arrays: dict[str, NDArray[np.generic] | None] = {
+        "ids": ids,
+        "positions": rows,
+        "starts": np.array([0, _ROWS], np.int32),
+        "contexts": np.zeros(1, np.int32),
+        "page_table": np.zeros((1, 1), np.int32),
+        "logit_rows": rows,
+        "causal": np.ones(1, np.uint8),
+        "ancestors": np.zeros((_ROWS, 1), np.uint64),
+        "features": states,
+    }
+    logits = np.empty((_ROWS, outputs), np.float32)
+    program.step(arrays, np.empty(_ROWS, np.int32), logits, None)
+    return hashlib.sha256(logits.tobytes()).hexdigest()
