@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -202,11 +203,22 @@ def _compile_all(jobs: Sequence[_Job], cache: Path, progress: Progress | None) -
     version = triton_version()
     keys = [_cache_key(job, version) for job in jobs]
     missing = {key: job for key, job in zip(keys, jobs, strict=True) if not (cache / key / "result.json").is_file()}
-    errors = _run_worker(missing, cache, progress) if missing else {}
+    errors = _run_workers(missing, cache, progress)
     return [
         errors[key] if key in errors else _read_cached(cache / key, job, version)
         for key, job in zip(keys, jobs, strict=True)
     ]
+
+
+def _run_workers(jobs: dict[str, _Job], cache: Path, progress: Progress | None) -> dict[str, str]:
+    """Spread ``jobs`` over one process for two cores; returns the errors by key."""
+    count = min(len(jobs), max(1, (os.cpu_count() or 1) // 2))
+    shares = [dict(list(jobs.items())[i::count]) for i in range(count)]
+    errors: dict[str, str] = {}
+    with ThreadPoolExecutor(max(1, count)) as pool:
+        for each in pool.map(lambda share: _run_worker(share, cache, progress), shares):
+            errors |= each
+    return errors
 
 
 def _cache_key(job: _Job, version: str) -> str:
