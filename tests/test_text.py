@@ -123,6 +123,11 @@ def test_broken_text_is_refused_with_its_place(old: str, new: str, where: str) -
         parse_graph(head + new + tail)
 
 
+def test_attributes_may_be_written_in_any_order() -> None:
+    text = TEXT.replace("add(%x_TE, %h)", "add(%x_TE, %h) {b=2, a=1}")
+    assert parse_graph(text).nodes[-1].attrs == (("a", 1), ("b", 2))
+
+
 def test_empty_text_is_refused() -> None:
     with pytest.raises(GraphTextError, match="header"):
         parse_graph("")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flexspec.compiler.attention_modes import attention_modes
@@ -13,7 +15,7 @@ from flexspec.graph import Graph
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model
 from flexspec.text import parse_graph, print_node
-from flexspec.types import DType
+from flexspec.types import DType, Role
 from flexspec.verifier import verify
 
 HEAD = """\
@@ -189,6 +191,11 @@ def test_dead_values() -> None:
 def test_dead_values_keeps_step_inputs_and_caches() -> None:
     graph = build_model(ModelConfig("llama", 32, 16, 2, 2, 1, 8, 24, 1e-5, 64), DType.F32)
     assert dead_values(graph) == graph
+    embedded_only = replace(graph, outputs=(graph.nodes[0].outputs[0].name,))
+    after = dead_values(embedded_only)
+    verify(after)
+    assert after.inputs_of(Role.WEIGHT) == embedded_only.inputs_of(Role.WEIGHT)[:1]
+    assert all(after.inputs_of(role) == graph.inputs_of(role) for role in (Role.IDS, Role.TREE, Role.KV))
 
 
 def test_attention_modes() -> None:
