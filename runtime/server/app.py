@@ -50,11 +50,15 @@ def create_app(
     app = FastAPI(title="flexspec", version=flexspec.__version__, docs_url=None, redoc_url=None)
     app.state.drain, app.state.engine = Drain(), engine
     desk = _Desk(engine, model_name, limits, app.state.drain)
-    _add_generating(app, desk, CHAT_PATH, ChatBody, partial(read_chat, tokenizer=tokenizer, chat=chat, limits=limits))
-    _add_generating(app, desk, TEXT_PATH, CompletionBody, partial(read_completion, tokenizer=tokenizer, limits=limits))
+    as_chat: Reader = partial(read_chat, tokenizer=tokenizer, chat=chat, limits=limits)
+    as_text: Reader = partial(read_completion, tokenizer=tokenizer, limits=limits)
+    parts: Json = {}
+    _add_generating(app, desk, CHAT_PATH, ChatBody, as_chat, parts)
+    _add_generating(app, desk, TEXT_PATH, CompletionBody, as_text, parts)
     _add_models(app, model_name)
     _add_watching(app, engine, metrics, limits)
     _add_error_handlers(app, metrics)
+    app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(parts)
     return app
 
 
@@ -94,9 +98,11 @@ class _Desk:
         return body
 
 
-def _add_generating(app: FastAPI, desk: _Desk, path: str, shape: type[BaseModel], read: Reader) -> None:
+def _add_generating(app: FastAPI, desk: _Desk, path: str, shape: type[BaseModel], read: Reader, parts: Json) -> None:
     # The body is read by hand (size limit, OpenAI's errors), so the schema in /openapi.json is given by hand too.
-    content = {"application/json": {"schema": shape.model_json_schema()}}
+    schema = shape.model_json_schema(ref_template="#/components/schemas/{model}")
+    parts.update(schema.pop("$defs", {}))
+    content = {"application/json": {"schema": schema}}
     extra = {"requestBody": {"content": content, "required": True}}
 
     async def generate(request: Request) -> Response:

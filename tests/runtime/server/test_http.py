@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from scripted_engine import ScriptedEngine
 
 from flexspec.errors import CapacityError, EngineError, QueueFullError, RequestError, WeightError
 from flexspec.runtime.server.requests import Limits
+from flexspec.sampling import SamplingParams
 
 MakeApp = Callable[[ScriptedEngine], FastAPI]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -116,6 +119,11 @@ def test_the_model_list_and_the_schema(engine: ScriptedEngine, make_app: MakeApp
     schema = call(app, "GET", "/openapi.json").json()
     body = schema["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"messages", "temperature", "max_completion_tokens"} <= set(body["properties"])
+    (reference,) = re.findall(r'"\$ref": "(#[^"]*StreamOptions)"', json.dumps(body))
+    found: Any = schema
+    for key in reference.split("/")[1:]:
+        found = found[key]
+    assert "include_usage" in found["properties"]
 
 
 def test_health_follows_the_engine(
@@ -128,7 +136,7 @@ def test_health_follows_the_engine(
     assert call(make_app(engine), "GET", "/health").status_code == 200  # nothing to do is no stall
 
     app = make_app(gated_engine)
-    gated_engine.submit([1], _greedy(), lambda delta: None)
+    gated_engine.submit([1], SamplingParams(), lambda delta: None)
     assert call(app, "GET", "/health").json()["running"] == 1
     gated_engine.step_age_s = limits.stall_s + 1
     stalled = call(app, "GET", "/health")
@@ -150,7 +158,7 @@ def test_nothing_is_taken_while_stopping(engine: ScriptedEngine, make_app: MakeA
 
 def test_metrics_are_served_with_the_load_of_now(gated_engine: ScriptedEngine, make_app: MakeApp) -> None:
     app = make_app(gated_engine)
-    gated_engine.submit([1], _greedy(), lambda delta: None)
+    gated_engine.submit([1], SamplingParams(), lambda delta: None)
     call(app, "POST", TEXT, json={**ASK, "echo": True})
     response = call(app, "GET", "/metrics")
     assert response.headers["content-type"].startswith("text/plain")
@@ -161,9 +169,3 @@ def test_metrics_are_served_with_the_load_of_now(gated_engine: ScriptedEngine, m
     }
     assert values["flexspec_requests_running",] == 1
     assert values["flexspec_requests_refused_total", "400"] == 1
-
-
-def _greedy() -> Any:
-    from flexspec.sampling import SamplingParams
-
-    return SamplingParams()
