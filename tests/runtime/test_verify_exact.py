@@ -196,6 +196,24 @@ def test_draft_laws_with_zeros(method, widths) -> None:
     assert error(world, widths, iid, method) < 1e-12
 
 
+def irregular(world: World, prefix: Prefix, width: int, noise: Branches) -> list:
+    """0 to 2 fixed children and 0 to 2 sampled without replacement; the prefix alone decides how many."""
+    rng = np.random.default_rng([world.seed, 99, *prefix])
+    kept = [int(token) for token in rng.permutation(world.V)[: rng.integers(0, 3)]]
+    children: list = []
+    for _ in range(rng.integers(0, 3)):
+        child = draft_child(world.law("draft", prefix), kept + [token for token, _ in children], noise, 0)
+        children += [child] if child else []
+    return [(token, None) for token in kept] + children
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("method", ["match", "traversal"])
+def test_irregular_mixed_trees(seed, method) -> None:
+    world = World(seed, 4, PARAMS[seed % 5], SamplingParams(temperature=1.0, top_k=3))
+    assert error(world, (1, 1), irregular, method) < 1e-12
+
+
 def test_self_draft_is_accepted_whole() -> None:
     """Draft equal to target: at any temperature a sampled chain is accepted to its end (omlx#3370 had 0 % above 0)."""
     params = SamplingParams(temperature=0.7)
