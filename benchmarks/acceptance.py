@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.runtime.noise import DraftNoise, draft_child
+from flexspec.runtime.noise import DraftNoise, draft_child, draw_token
 from flexspec.runtime.transforms import target_law
 from flexspec.runtime.verify import Method, accept_sampled
 from flexspec.sampling import SamplingParams
@@ -60,14 +61,14 @@ RULES: list[tuple[str, Children, Method]] = [
 
 
 def draft(
-    widths: tuple[int, ...], children: Children, vocab: int, seed: int, params: SamplingParams
+    widths: tuple[int, ...], children: Children, vocab: int, seed: int, params: SamplingParams, peak: float = 0.0
 ) -> tuple[TokenTree, Logits]:
     """A tree and the target's logits at its nodes; a node's logits depend on its path alone."""
     noise = DraftNoise(seed, 1)
     tokens, parents, level = [0], [-1], [0]
     paths: list[tuple[int, ...]] = [(0,)]
     laws: dict[int, NDArray[np.float64]] = {}
-    rows = [_logits(seed, (0,), vocab)]
+    rows = [_logits(seed, (0,), vocab, peak)]
     for width in widths:
         below = []
         for node in level:
@@ -79,15 +80,16 @@ def draft(
                 tokens.append(token)
                 parents.append(node)
                 paths.append((*paths[node], token))
-                rows.append(_logits(seed, paths[-1], vocab))
+                rows.append(_logits(seed, paths[-1], vocab, peak))
         level = below
     return TokenTree(tuple(tokens), tuple(parents), laws=laws), np.stack([target for target, _ in rows])
 
 
-def _logits(seed: int, path: tuple[int, ...], vocab: int) -> tuple[Logits, Logits]:
-    """(target, draft) logits behind a path."""
+def _logits(seed: int, path: tuple[int, ...], vocab: int, peak: float) -> tuple[Logits, Logits]:
+    """(target, draft) logits behind a path; ``peak`` lifts twenty tokens by up to that much."""
     rng = np.random.default_rng([seed, *path])
     target = rng.normal(0.0, 2.5, vocab)
+    target[rng.integers(0, vocab, 20)] += np.linspace(peak, peak / 3, 20)
     return target.astype(np.float32), (target + rng.normal(0.0, 1.2, vocab)).astype(np.float32)
 
 
@@ -106,26 +108,52 @@ def accepted_table(rounds: int, vocab: int) -> None:
 
 
 def cost_table(vocab: int) -> None:
-    print(f"cost of one call, vocabulary {vocab}, tree 4,2,1 (best of 5 x 20 rounds)")
-    for label, children, method in RULES:
-        for params in (SamplingParams(temperature=0.8), SamplingParams(temperature=0.8, top_p=0.95)):
-            rounds = [draft((4, 2, 1), children, vocab, seed, params) for seed in range(20)]
-            best_us = float("inf")
-            for _ in range(5):
-                start = time.perf_counter()
-                for seed, (tree, logits_TV) in enumerate(rounds):
-                    accept_sampled(tree, logits_TV, params, seed, 1, method)
-                best_us = min(best_us, (time.perf_counter() - start) / len(rounds) * 1e6)
-            print(f"  {label:26s} top_p={params.top_p:<5} {best_us:6.0f} us")
+    print(f"processor time of a call in us (best of 9 passes), vocabulary {vocab}; acceptance on tree 4,2,1")
+    print(f"  {'':26s} {'rows':8s} {'T=0.8':>7s} {'top_p':>7s} {'top_k':>7s}")
+    every = [
+        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=0.8, top_p=0.95),
+        SamplingParams(temperature=0.8, top_k=50),
+    ]
+    for rows, peak in (("peaked", 15.0), ("flat", 0.0)):
+        row_V = _logits(1, (0,), vocab, peak)[0]
+        costs = [_best_us([partial(target_law, row_V, params)] * 20) for params in every]
+        _print_costs("a law", rows, costs)
+        _print_costs("a draw", rows, [_best_us([partial(draw_token, target_law(row_V, p), 0.6)] * 20) for p in every])
+        for label, children, method in RULES:
+            costs = []
+            for params in every:
+                calls = []
+                for seed in range(20):
+                    tree, logits_TV = draft((4, 2, 1), children, vocab, seed, params, peak)
+                    calls.append(partial(accept_sampled, tree, logits_TV, params, seed, 1, method))
+                costs.append(_best_us(calls))
+            _print_costs(label, rows, costs)
+
+
+def _print_costs(label: str, rows: str, costs_us: list[float]) -> None:
+    print(f"  {label:26s} {rows:8s} " + " ".join(f"{cost:7.0f}" for cost in costs_us))
+
+
+def _best_us(calls: Sequence[Callable[[], object]], repeats: int = 9) -> float:
+    """Mean processor time of the calls in the best of some repeats; other load on the machine counts little."""
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.process_time()
+        for call in calls:
+            call()
+        best = min(best, (time.process_time() - start) / len(calls) * 1e6)
+    return best
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=400, help="rounds a cell; 0 leaves the table out")
     parser.add_argument("--vocab", type=int, default=200, help="vocabulary of the accepted-token table")
     parser.add_argument("--cost-vocab", type=int, default=49152, help="vocabulary of the cost table")
     args = parser.parse_args()
-    accepted_table(args.rounds, args.vocab)
+    if args.rounds:
+        accepted_table(args.rounds, args.vocab)
     cost_table(args.cost_vocab)
 
 
