@@ -47,10 +47,8 @@ class Metrics:
         )  # fmt: skip
 
     def _make_speculation_metrics(self, registry: CollectorRegistry) -> None:
-        self._rounds = Counter("flexspec_rounds", "Verify passes of requests", ["source"], registry=registry)
-        self._committed = Counter(
-            "flexspec_committed_tokens", "Tokens that rounds committed", ["source"], registry=registry
-        )
+        self._rounds = Counter("flexspec_rounds", "Verify passes of requests", registry=registry)
+        self._committed = Counter("flexspec_committed_tokens", "Tokens that rounds committed", registry=registry)
         depth = ["source", "depth"]
         self._drafted = Counter("flexspec_drafted_tokens", "Tree nodes verified", depth, registry=registry)
         self._accepted = Counter("flexspec_accepted_tokens", "Tree nodes accepted", depth, registry=registry)
@@ -65,10 +63,13 @@ class Metrics:
     def record_round(self, source: str, drafted: Sequence[int], accepted: Sequence[int], committed: int) -> None:
         """One round of one request. ``drafted[d]`` tree nodes at depth d + 1 and how many of them were accepted.
 
-        ``source`` is the drafter's name ("off" for a round with no draft); ``committed`` the tokens the round gave.
+        ``source`` is the drafter's name ("off" for a round with no draft); ``committed`` the tokens the round gave, at
+        least one. A tree with nodes of several sources is recorded once for each: with its committed tokens for one of
+        them and with 0 for the others, so that it stays one round.
         """
-        self._rounds.labels(source).inc()
-        self._committed.labels(source).inc(committed)
+        if committed:
+            self._rounds.inc()
+            self._committed.inc(committed)
         for depth, nodes in enumerate(drafted, 1):
             pair = self._by_depth.get((source, depth))
             if pair is None:
