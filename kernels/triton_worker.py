@@ -53,8 +53,8 @@ def _compile_job(job: dict[str, Any], out_folder: Path) -> list[dict[str, Any]]:
             "warp_size": target.warp_size,
             "stages": entry["stages"],
             "shared_bytes": metadata.shared,
-            "global_scratch_bytes": metadata.global_scratch_size,
-            "profile_scratch_bytes": metadata.profile_scratch_size,
+            "global_scratch_bytes": getattr(metadata, "global_scratch_size", 0),  # absent for hip in Triton 3.6
+            "profile_scratch_bytes": getattr(metadata, "profile_scratch_size", 0),
         }
         resources = {"registers": registers, "spill_bytes": spill_bytes, "shared_bytes": metadata.shared}
         kernels.append({"meta": meta, "resources": resources})
