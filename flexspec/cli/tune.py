@@ -26,29 +26,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     d = TuneConfig()
     parser.epilog = EPILOG
-    parser.add_argument("model", type=Path, metavar="MODEL", help="the LLM: a .gguf file or a Hugging Face folder")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write the SSM to")
-    parser.add_argument(
-        "--work", type=Path, metavar="DIR", help="folder for shards and checkpoints (default: the cache)"
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="the LLM: a .gguf file or a Hugging Face folder")
+    add("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write the SSM to")
+    add("--work", type=Path, metavar="DIR", help="folder for shards and checkpoints (default: in the cache)")
+    numbers = (
+        ("--shards", int, d.generate.shards, f"shards of {d.generate.shard_size} conversations to write"),
+        ("--batch", int, d.generate.batch, "conversations written at a time; changes speed only"),
+        ("--epochs", float, d.train.epochs, "passes over the data"),
+        ("--learning-rate", float, d.train.learning_rate, "peak learning rate"),
+        ("--vocab", int, d.reduced_vocab_size, "tokens that the SSM can draft"),
+        ("--ngram-bytes", int, d.ngram_bytes, "most bytes of the n-gram table"),
+        ("--threads", int, d.train.threads, "CPU threads"),
+        ("--seed", int, d.train.seed, "seed of the data and of training"),
     )
-    parser.add_argument("--shards", type=int, default=d.generate.shards, metavar="N",
-                        help=f"shards of {d.generate.shard_size} conversations to write (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--batch", type=int, default=d.generate.batch, metavar="N",
-                        help="conversations written at a time; changes speed only (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--epochs", type=float, default=d.train.epochs, metavar="X",
-                        help="passes over the data (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--learning-rate", type=float, default=d.train.learning_rate, metavar="X",
-                        help="peak rate (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--vocab", type=int, default=d.reduced_vocab_size, metavar="N",
-                        help="tokens the SSM can draft (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--tap-layers", type=int, nargs="+", default=list(d.tap_layers), metavar="N",
-                        help="LLM layers whose outputs the SSM reads beside the last (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--ngram-bytes", type=int, default=d.ngram_bytes, metavar="N",
-                        help="most bytes of the n-gram table (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--threads", type=int, default=d.train.threads, metavar="N",
-                        help="CPU threads (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=d.train.seed, metavar="N", help="seed (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    for flag, kind, default, text in numbers:
+        add(flag, type=kind, default=default, metavar="N", help=f"{text} (default: %(default)s)")
+    add("--tap-layers", type=int, nargs="+", default=list(d.tap_layers), metavar="N",
+        help="LLM layers whose outputs the SSM reads beside the last one's (default: %(default)s)")  # fmt: skip
+    add("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,12 +90,10 @@ def command_line(args: argparse.Namespace) -> str:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["flexspec", "tune", args.model.name, "-o", "/".join(args.output.parts[-2:])]
-    for action in parser._actions:
-        name = action.dest
-        if name in ("shards", "epochs", "learning_rate", "vocab", "tap_layers", "ngram_bytes", "seed"):
-            value = getattr(args, name)
-            if value != action.default:
-                words += [action.option_strings[0], *(str(v) for v in (value if isinstance(value, list) else [value]))]
+    for option in ("shards", "epochs", "learning_rate", "vocab", "tap_layers", "ngram_bytes", "seed"):
+        value = getattr(args, option)
+        if value != parser.get_default(option):
+            words += ["--" + option.replace("_", "-"), *(map(str, value) if isinstance(value, list) else [str(value)])]
     return shlex.join(words)
 
 

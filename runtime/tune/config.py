@@ -14,9 +14,12 @@ FORMAT = 1  # raise when the meaning of cached shards or checkpoints changes
 
 @dataclass(frozen=True, slots=True)
 class GenerateConfig:
-    """The self-generated conversations. Lengths in tokens; ``batch`` changes speed only, never the text."""
+    """The self-generated conversations: ``shards`` times ``shard_size``. Lengths in tokens.
 
-    conversations: int = 7168
+    ``batch`` changes speed only, never the text, and more shards leave the earlier ones as they are.
+    """
+
+    shards: int = 20
     shard_size: int = 256
     batch: int = 96
     max_invented_tokens: int = 96
@@ -25,8 +28,9 @@ class GenerateConfig:
     max_answer_tokens: int = 192
     greedy_share: float = 0.65
     answer_temperature: float = 0.8
-    task_share: float = 0.25
-    min_p: float = 0.002  # tokens below this share of the likeliest one's chance are never sampled
+    task_share: float = 0.2
+    invent_min_p: float = 0.02  # tokens below this share of the likeliest one's chance are never sampled
+    answer_min_p: float = 0.002
     seed: int = 0
 
 
@@ -82,9 +86,9 @@ class TuneConfig:
             )  # fmt: skip
 
     def generate_key(self, source_hash: str) -> str:
-        """Folder name of the generated data: model, generation settings and taps, but not the batch size."""
+        """Folder name of the generated data: model, generation settings and taps, but not batch and shard count."""
         settings = asdict(self.generate)
-        del settings["batch"]
+        del settings["batch"], settings["shards"]
         return _digest({"model": source_hash, "generate": settings, "taps": self.tap_layers,
                         "held_out": self.held_out_every})  # fmt: skip
 
@@ -92,7 +96,8 @@ class TuneConfig:
         """Folder name of the checkpoints: the data and the training settings, checkpoint interval excluded."""
         settings = asdict(self.train)
         del settings["checkpoint_steps"]
-        return _digest({"data": self.generate_key(source_hash), "train": settings, "vocab": self.reduced_vocab_size})
+        data = [self.generate_key(source_hash), self.generate.shards]
+        return _digest({"data": data, "train": settings, "vocab": self.reduced_vocab_size})
 
 
 def _digest(settings: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ that has it is complete. Shape letters: N tokens of a shard, J taps, E hidden.
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,7 @@ def read_shard(folder: Path, shard: int) -> list[Conversation]:
     table, states_path = _paths(folder, shard)
     try:
         states = np.load(states_path, mmap_mode="r", allow_pickle=False)
-        with np.load(table, allow_pickle=False) as t:
+        with table.open("rb") as file, np.load(file, allow_pickle=False) as t:
             ends = np.cumsum(t["lengths"])
             ids, rows = t["ids"], zip(t["indices"], t["kinds"], t["temperatures"], t["prompts"], ends, strict=True)
             if len(ids) != ends[-1] or len(states) != ends[-1]:
@@ -92,7 +93,7 @@ def read_shard(folder: Path, shard: int) -> list[Conversation]:
                 )  # fmt: skip
                 start = int(end)
             return found
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise TuneError(
             f"shard {shard} in {folder} cannot be read: {error}", "a complete shard of an earlier run",
             f"delete {table.name} and run the command again to make it anew",

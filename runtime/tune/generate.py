@@ -1,8 +1,8 @@
 """Self-generated conversations: the LLM invents a user turn, answers it, and its hidden states are recorded on the way.
 
 One continuous batch: a sequence that ends makes room for the next. Inventing and answering happen in the same sequence,
-so no token is computed twice, and the chat template's fixed header is computed once and copied. Each conversation draws
-from its own random stream and the executor is row-invariant, so neither batch size nor an interruption changes a byte.
+so no token is computed twice. Each conversation draws from its own random stream and the executor is row-invariant, so
+neither batch size nor an interruption changes a byte.
 
 Shape letters: T rows of a step, L logit rows, V vocab, B pages of a sequence, J taps, E hidden.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -40,9 +40,9 @@ _MIN_TEXT = 120  # characters an answer needs to become material for a task
 class Codec(Protocol):
     """What this file needs of a tokenizer."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special: bool) -> list[int]: ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
 
 
 @dataclass(slots=True)
@@ -67,9 +67,8 @@ class _Sequence:
     def temperature(self) -> float:
         return self.plan.answer_temperature if self.prompt_tokens else 1.0
 
-    def slots(self, count: int) -> NDArray[np.int32]:
-        logical = np.arange(count)
-        return (self.pages[logical // PAGE_TOKENS] * PAGE_TOKENS + logical % PAGE_TOKENS).astype(np.int32)
+    def min_p(self, config: GenerateConfig) -> float:
+        return config.answer_min_p if self.prompt_tokens else config.invent_min_p
 
 
 def sample(logits_V: NDArray[np.float32], temperature: float, min_p: float, uniform: float) -> int:
@@ -113,7 +112,7 @@ class Generator:
     ) -> None:  # fmt: skip
         self._executor, self._codec, self._frame, self._config = executor, codec, frame, config
         self._folder, self._held_out_every, self._state_width = folder, held_out_every, state_width
-        self._after = codec.encode(frame.after)
+        self._after = codec.encode(frame.after, False)
         self._eos = frozenset(eos_ids)
         self._free = list(range(executor.pages - 1, -1, -1))
         self._texts: list[list[Text]] = []
@@ -123,17 +122,14 @@ class Generator:
                 f"{executor.pages} KV pages and {executor.max_positions} positions",
                 f"room for two conversations of {longest} tokens", "lower the prompt and answer lengths",
             )  # fmt: skip
-        self._header = self._compute_header()
-
-    @property
-    def shards(self) -> int:
-        return -(-self._config.conversations // self._config.shard_size)
+        self._before_tokens = len(codec.encode(frame.before, True))
 
     def run(self, report: Report) -> None:
         """Make every missing shard; ``report`` gets conversations done, the total, and tokens made so far."""
-        done = sum(len(self._members(s)) for s in range(self.shards) if shard_exists(self._folder, s))
-        missing = [s for s in range(self.shards) if not shard_exists(self._folder, s)]
-        queue = [index for s in missing for index in self._members(s)]
+        size = self._config.shard_size
+        missing = [s for s in range(self._config.shards) if not shard_exists(self._folder, s)]
+        done = size * (self._config.shards - len(missing))
+        queue = [index for s in missing for index in range(s * size, (s + 1) * size)]
         finished: dict[int, list[Conversation]] = {s: [] for s in missing}
         active: list[_Sequence] = []
         tokens = 0
@@ -143,29 +139,16 @@ class Generator:
             for sequence in self._step(active):
                 active.remove(sequence)
                 self._free.extend(sequence.pages.tolist())
-                shard = sequence.index // self._config.shard_size
+                shard = sequence.index // size
                 finished[shard].append(self._close(sequence))
                 tokens += len(sequence.ids) - sequence.prompt_tokens
                 done += 1
-                report(done, self._config.conversations, f"{tokens} answer tokens")
-                if len(finished[shard]) == len(self._members(shard)):
+                report(done, size * self._config.shards, f"{tokens} answer tokens")
+                if len(finished[shard]) == size:
                     write_shard(self._folder, shard, sorted(finished.pop(shard), key=lambda c: c.index))
-
-    def _members(self, shard: int) -> range:
-        start = shard * self._config.shard_size
-        return range(start, min(start + self._config.shard_size, self._config.conversations))
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // PAGE_TOKENS)
-
-    def _compute_header(self) -> _Sequence:
-        """Run the chat template's text before the user turn once; later sequences copy its K/V and states."""
-        header = self._sequence(-1, PromptPlan("header", "", 0, 0.0), self._codec.encode(self._frame.before), 0)
-        while header.pending:
-            rows = min(header.pending, self._executor.max_rows)
-            result = self._executor.step(step_batch([(header, rows)]), want_logits=False)
-            self._record(header, rows, result, 0)
-        return header
 
     def _sequence(self, index: int, plan: PromptPlan, ids: list[int], room: int) -> _Sequence:
         pages = [self._free.pop() for _ in range(self._pages_for(len(ids) + room))]
@@ -195,14 +178,14 @@ class Generator:
     def _turn_text(self, conversation: Conversation) -> str:
         """The user's words of a finished prompt."""
         ids = conversation.prompt.tolist()
-        return self._codec.decode(ids[len(self._header.ids) : len(ids) - len(self._after)]).strip()
+        return self._codec.decode(ids[self._before_tokens : len(ids) - len(self._after)]).strip()
 
     def _admit(self, index: int) -> _Sequence:
         config = self._config
         plan = plan_prompt(index, config, self._earlier(index))
         text = plan.text.rstrip(" ") if plan.invented_tokens else plan.text
         room = config.max_prompt_tokens - plan.invented_tokens - len(self._after)
-        ids = self._codec.encode(self._frame.before + text)[:room]
+        ids = self._codec.encode(self._frame.before + text, True)[:room]
         longest = plan.invented_tokens + len(self._after) + config.max_answer_tokens
         turn_start = len(ids)
         if not plan.invented_tokens:
@@ -210,13 +193,6 @@ class Generator:
         sequence = self._sequence(index, plan, ids, longest)
         sequence.turn_start = turn_start
         sequence.prompt_tokens = 0 if plan.invented_tokens else len(ids)
-        shared = 0
-        while shared < min(len(ids) - 1, len(self._header.ids)) and ids[shared] == self._header.ids[shared]:
-            shared += 1
-        if shared:
-            self._executor.move_kv(self._header.slots(shared), sequence.slots(shared))
-            sequence.states[:shared] = self._header.states[:shared]
-            sequence.fed = shared
         return sequence
 
     def _step(self, active: Sequence[_Sequence]) -> list[_Sequence]:
@@ -231,28 +207,26 @@ class Generator:
         sampled = any(n == s.pending and s.temperature > 0 for s, n in parts)
         batch = step_batch(parts)
         result = self._executor.step(batch, want_logits=sampled)
+        assert result.features_TE is not None, "the LLM graph is built with taps"
+        states = to_bf16_bits(np.ascontiguousarray(result.features_TE, np.float32))
         ended: list[_Sequence] = []
         logit_row = 0
         for r, (sequence, rows) in enumerate(parts):
             complete = rows == sequence.pending
-            self._record(sequence, rows, result, int(batch.starts_R1[r]))
+            start = int(batch.starts_R1[r])
+            sequence.states[sequence.fed : sequence.fed + rows] = states[start : start + rows]
+            sequence.fed += rows
             if complete:
                 if self._extend(sequence, self._choose(sequence, result, logit_row)):
                     ended.append(sequence)
                 logit_row += 1
         return ended
 
-    def _record(self, sequence: _Sequence, rows: int, result: StepResult, start: int) -> None:
-        assert result.features_TE is not None, "the LLM graph is built with taps"
-        states = to_bf16_bits(np.ascontiguousarray(result.features_TE[start : start + rows], np.float32))
-        sequence.states[sequence.fed : sequence.fed + rows] = states
-        sequence.fed += rows
-
     def _choose(self, sequence: _Sequence, result: StepResult, row: int) -> int:
         if sequence.temperature == 0:
             return int(result.argmax_L[row])
         assert result.logits_LV is not None
-        return sample(result.logits_LV[row], sequence.temperature, self._config.min_p, sequence.rng.random())
+        return sample(result.logits_LV[row], sequence.temperature, sequence.min_p(self._config), sequence.rng.random())
 
     def _extend(self, sequence: _Sequence, token: int) -> bool:
         """Append a token by the rules of the sequence's phase; True when the conversation is complete."""

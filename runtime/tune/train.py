@@ -5,10 +5,8 @@ Shape letters: B sequences, T token positions, J taps, E hidden, V vocab, U sub-
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,16 +44,10 @@ class Teacher:
         return table
 
 
-def prepare_host(threads: int) -> None:
-    """Settings without which training on a CPU is several times slower: large blocks stay mapped between operators
-    (glibc otherwise maps and zeroes every one of them anew) and denormals are flushed."""
+def prepare_torch(threads: int) -> None:
+    """Thread count, and denormals flushed: softmax and exp are many times slower on them."""
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):
-            libc.mallopt(-4, 0)  # M_MMAP_MAX: no block of its own for large requests
-            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: keep freed memory
 
 
 def learning_rate(step: int, steps: int, config: TrainConfig) -> float:
@@ -156,7 +148,7 @@ class Trainer:
             group["lr"] = learning_rate(self.step, self.steps, config)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._note(float(loss), int(batch.trained_BT.sum()))
+        self._note(float(loss.detach()), int(batch.trained_BT.sum()))
 
     def _note(self, loss: float, tokens: int) -> None:
         if not math.isfinite(loss):

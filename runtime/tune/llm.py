@@ -1,0 +1,49 @@
+"""The LLM side of a tune run: its generated CPU program with taps, its tokenizer and its chat frame."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from flexspec.compiler.frontends.loaded_model import LoadedModel
+from flexspec.compiler.pipeline import LLM_PASSES, run_passes
+from flexspec.errors import TokenizerError
+from flexspec.kernels.cpu_build import build, supported_isas
+from flexspec.kernels.cpu_pack import pack
+from flexspec.kernels.cpu_render import render
+from flexspec.models.llama import build_llama
+from flexspec.runtime.chat import render_chat
+from flexspec.runtime.cpu_executor import CpuExecutor, ProgramShape
+from flexspec.runtime.tokenizer import Tokenizer
+from flexspec.runtime.tune.prompts import ChatFrame
+from flexspec.types import DType
+
+_PROBE = "flexspec asks here"  # plain words that no template changes
+
+
+def open_tokenizer(model: LoadedModel) -> tuple[Tokenizer, ChatFrame]:
+    """The model's tokenizer and the frame of a single-turn chat. Raises TokenizerError if it has none."""
+    if model.tokenizer_json is None or not model.chat_template:
+        raise TokenizerError(
+            f"{model.name} without a tokenizer or chat template", "a chat model that has both",
+            "tune an instruct model: an SSM is trained on the chats that the model invents",
+        )  # fmt: skip
+    config = model.config
+    tokenizer = Tokenizer(model.tokenizer_json, config.eos_ids, config.bos_id)
+    special = model.extra.get("special_tokens", {})
+    rendered = render_chat(model.chat_template, [{"role": "user", "content": _PROBE}], True, **special)
+    return tokenizer, ChatFrame.from_rendered(rendered, _PROBE)
+
+
+def open_executor(
+    model: LoadedModel, tap_layers: tuple[int, ...], *, pages: int, max_rows: int, threads: int
+) -> CpuExecutor:
+    """Generate, build and load the LLM's CPU program with its taps. Raises what compilation and weights raise."""
+    graph = run_passes(build_llama(model.config, DType.BF16, taps=tap_layers), LLM_PASSES)
+    program = render(graph)
+    weights = [pack(entry, model.weights.get, DType.BF16) for entry in program.weights]
+    shape = ProgramShape(program.vocab_size, model.config.max_positions, program.feature_columns)
+    with tempfile.TemporaryDirectory(prefix="flexspec-") as folder:
+        library = Path(folder) / "llm.so"  # stays mapped after the file is gone
+        library.write_bytes(build(program.source, supported_isas()[0]))
+        return CpuExecutor(library, weights, shape, pages=pages, max_rows=max_rows, threads=threads)
