@@ -44,9 +44,16 @@ CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 
 
 def create_app(
-    engine: EngineClient, tokenizer: Tokenizer, chat: ChatRenderer, model_name: str, metrics: Metrics, limits: Limits
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    chat: ChatRenderer | None,
+    model_name: str,
+    metrics: Metrics,
+    limits: Limits,
 ) -> FastAPI:
-    """The application over an engine. ``app.state.drain`` and ``app.state.engine`` are for ``serve``."""
+    """The application over an engine; ``chat`` None for a model without a chat template.
+
+    ``app.state.drain`` and ``app.state.engine`` are for ``serve``."""
     app = FastAPI(title="flexspec", version=flexspec.__version__, docs_url=None, redoc_url=None)
     app.state.drain, app.state.engine = Drain(), engine
     desk = _Desk(engine, model_name, limits, app.state.drain)

@@ -113,10 +113,17 @@ class CompletionBody(GenerateBody):
 Body = TypeVar("Body", bound=GenerateBody)
 
 
-def read_chat(body: Mapping[str, object], tokenizer: Tokenizer, chat: ChatRenderer, limits: Limits) -> Ask:
-    """Check a chat body and tokenize it. Raises RequestError with the parameter's name."""
+def read_chat(body: Mapping[str, object], tokenizer: Tokenizer, chat: ChatRenderer | None, limits: Limits) -> Ask:
+    """Check a chat body and tokenize it. Raises RequestError with the parameter's name.
+
+    ``chat`` None: the model has no chat template, and every chat is refused.
+    """
     asked = _validate(ChatBody, body, CHAT_NEUTRAL)
     messages = parse_messages(asked.messages)
+    if chat is None:
+        raise RequestError(
+            "a chat for a model without a chat template", "a prompt", "use /v1/completions", param="messages"
+        )
     try:
         text = chat.render(messages)
     except TokenizerError as error:

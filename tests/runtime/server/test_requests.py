@@ -227,3 +227,9 @@ def test_a_template_that_refuses_the_chat_is_the_requests_fault(limits: Limits) 
     with pytest.raises(RequestError, match="two user messages") as caught:
         read_chat({"model": "m", "messages": HELLO}, ByteTokenizer(), Strict(), limits)
     assert caught.value.param == "messages"
+
+
+def test_a_model_without_a_template_has_no_chat(limits: Limits) -> None:
+    with pytest.raises(RequestError, match="/v1/completions") as caught:
+        read_chat({"model": "m", "messages": HELLO}, ByteTokenizer(), None, limits)
+    assert caught.value.param == "messages"
