@@ -53,7 +53,8 @@ def create_app(
 ) -> FastAPI:
     """The application over an engine; ``chat`` None for a model without a chat template.
 
-    ``app.state.drain`` and ``app.state.engine`` are for ``serve``."""
+    ``app.state.drain`` and ``app.state.engine`` are for ``serve``.
+    """
     app = FastAPI(title="flexspec", version=flexspec.__version__, docs_url=None, redoc_url=None)
     app.state.drain, app.state.engine = Drain(), engine
     desk = _Desk(engine, model_name, limits, app.state.drain)
