@@ -27,7 +27,7 @@ COMMANDS: dict[str, str] = {
 EPILOG = """\
 example:
   flexspec compile model.gguf --ssm ssm/smollm2-135m -o model.fspec
-  flexspec generate model.fspec "Why is the sky blue?"
+  flexspec generate model.fspec -p "Why is the sky blue?"
   flexspec serve model.fspec --port 8000
 
 Set FLEXSPEC_DEBUG=1 to see the full traceback of an error.
