@@ -20,13 +20,13 @@ TEMPLATES = Path(__file__).resolve().parent / "templates" / "cpu"
 
 # From best to plainest. "amx" is AVX-512 plus AMX bf16 tiles; "generic" is the compiler's default for the machine.
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
-    "amx": ("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512"),
+    "amx": ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512"),
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
     "avx2": ("-march=x86-64-v3",),
     "generic": (),
 }
 _NEEDS = {
-    "amx": ("amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "amx": ("amx_tile", "amx_bf16", "avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
     "avx2": ("avx2", "fma", "bmi2"),
     "generic": (),

@@ -164,7 +164,7 @@ struct Attention {
     const float top = hmax(m) * scale;
     vf sum = {};
     for (int i = 0; i < end; i += 16) {
-      vf e = exp_nonpositive(load<vf>(row + i) * scale - top);
+      vf e = Elem<E>::softmax_exp(load<vf>(row + i), scale, top);
       sum = sum + e;
       Elem<E>::put(p + i, e);
     }

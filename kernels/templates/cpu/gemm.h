@@ -108,7 +108,7 @@ FS_KERNEL void gemm_swiglu(Ctx& c, int tid, int T, Rows<E> x, const E* w, Rows<E
   panels<E, K>(x, T, w, cols.lo, cols.hi, [&](int row, int rows, int pair, const float* g, const float* u, int ld) {
     for (int r = 0; r < rows; r++) {
       vf gate = load<vf>(g + r * ld), up = load<vf>(u + r * ld);
-      Elem<E>::put(y.row(row + r) + pair * 16, gate / (1.0f + fs_exp(-gate)) * up);
+      Elem<E>::put(y.row(row + r) + pair * 16, gate * Elem<E>::sigmoid(gate) * up);
     }
   });
 }

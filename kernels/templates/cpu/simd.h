@@ -43,6 +43,9 @@ inline bf16 f32_to_bf16(float f) {
   return bf16((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 inline vh to_bf16(vf x) {
+#if defined(__AVX512BF16__)
+  return (vh)_mm512_cvtneps_pbh((__m512)x);
+#endif
   vu u = as_u(x);
   u = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   return __builtin_convertvector(u, vh);
@@ -95,13 +98,27 @@ inline vf fs_exp(vf x) {
   vf e = exp_in_range(vmin(vmax(x, splat(-87.0f)), splat(88.0f)));
   return select(x < -87.0f, splat(0.0f), e);
 }
-// For softmax, x <= 0: below -87 the result is 0, whatever the polynomial made of the clamped value.
-inline vf exp_nonpositive(vf x) { return select(x < -87.0f, splat(0.0f), exp_in_range(vmax(x, splat(-87.0f)))); }
+
+// 2^x for |x| < 126 with a relative error below 5e-6: enough for what is rounded to bfloat16 (2^-9) at once.
+inline vf exp2_coarse(vf x) {
+  vf shifted = x + 12582912.0f;
+  vi n = (vi)shifted - 0x4b400000;
+  vf f = x - (shifted - 12582912.0f);
+  vf p = splat(9.6760467e-3f);
+  p = p * f + 5.5922119e-2f;
+  p = p * f + 2.4022107e-1f;
+  p = p * f + 6.9312102e-1f;
+  p = p * f + 1.0000001f;
+  return as_f((vu)((vi)p + (n << 23)));
+}
+
 inline vf fs_tanh(vf x) {
   vf e = fs_exp(x * 2.0f);
   vf t = 1.0f - 2.0f / (e + 1.0f);
   return select(x > 20.0f, splat(1.0f), t);
 }
+
+constexpr int round_up(int n, int m) { return (n + m - 1) / m * m; }
 
 // Element types of matrix-product operands: how to read and write 16 of them as floats.
 template <class E>
@@ -111,6 +128,12 @@ struct Elem<float> {
   using Lane = float;  // what one lane of a tile row holds
   static vf get(const float* p) { return load<vf>(p); }
   static void put(float* p, vf v) { store(p, v); }
+  // exp(x * scale) for x * scale <= 0; exactly 0 below -87, so that masked lanes add nothing
+  static vf softmax_exp(vf x, float scale, float top) {
+    vf y = x * scale - top;
+    return select(y < -87.0f, splat(0.0f), exp_in_range(vmax(y, splat(-87.0f))));
+  }
+  static vf sigmoid(vf x) { return 1.0f / (1.0f + fs_exp(-x)); }
   static float one(const float* p) { return *p; }
   static void put_one(float* p, float v) { *p = v; }
 };
@@ -119,10 +142,13 @@ struct Elem<bf16> {
   using Lane = uint32_t;  // a pair of k
   static vf get(const bf16* p) { return from_bf16(load<vh>(p)); }
   static void put(bf16* p, vf v) { store(p, to_bf16(v)); }
+  static vf softmax_exp(vf x, float scale, float top) {
+    vf y = x * (scale * 1.44269504f) - top * 1.44269504f;
+    return select(y < -125.0f, splat(0.0f), exp2_coarse(vmax(y, splat(-125.0f))));
+  }
+  static vf sigmoid(vf x) { return 1.0f / (1.0f + exp2_coarse(vmin(vmax(x * -1.44269504f, splat(-125.0f)), splat(125.0f)))); }
   static float one(const bf16* p) { return bf16_to_f32(*p); }
   static void put_one(bf16* p, float v) { *p = f32_to_bf16(v); }
 };
-
-constexpr int round_up(int n, int m) { return (n + m - 1) / m * m; }
 
 }  // namespace fs
