@@ -62,6 +62,12 @@ class TokenizerError(FlexspecError):
     code = "FS204"
 
 
+class ImportProgramError(FlexspecError):
+    """A traced program holds something that no canonical operator stands for; names the op and the user's line."""
+
+    code = "FS205"
+
+
 class CompileError(FlexspecError):
     """Code generation or compilation failed."""
 

@@ -43,6 +43,18 @@ def build_llama(config: ModelConfig, dtype: DType, *, taps: tuple[int, ...] = ()
     return b.finish(b.linear(rows, head, name="logits_LV"), *tapped, *caches)
 
 
+def build_block(config: ModelConfig, dtype: DType, *, name: str = "block") -> Graph:
+    """One decoder layer alone, ``layers.0``: reads ``x_TE`` where a model reads its embedding; outputs y [T,E], caches.
+
+    It keeps every step input, so that executors feed it as they feed a model. Raises ModelConfigError.
+    """
+    check_config(config)
+    b = GraphBuilder(name, dtype)
+    step = b.step_inputs()
+    x = b.input("x_TE", ("T", config.hidden_size))
+    return b.finish(*decoder_layer(b, step, config, x, "layers.0", name="y_TE"))
+
+
 def embedding_dims(config: ModelConfig) -> tuple[int, int]:
     """[V,E] of the embedding and the LM head."""
     return config.vocab_size, config.hidden_size
