@@ -1,7 +1,7 @@
 """Free pages of a KV pool, and the packing of ragged rows into a step.
 
-Owns which pages are free and how ragged rows of several requests become one StepBatch. The LLM's pool is another one:
-the two share nothing.
+Owns which pages are free and how ragged rows of several requests become one StepBatch. Each model has a pool and an
+allocator of its own: the LLM and an SSM share nothing.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappush, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 from flexspec.runtime.drafters.merge import most_promising, take_nodes
 from flexspec.tree import TokenTree
 
-TOP_CHILDREN = 8  # children a node may get in a dynamic tree; beyond it hit rates hardly rise
+ROOT_CHILDREN = 8  # children of the root in a dynamic tree; beyond it hit rates hardly rise
+NODE_CHILDREN = 4  # of any other node: its own chance is to be multiplied in
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Expansion:
 
     @classmethod
     def dynamic(cls, depth: int, beam: int) -> Expansion:
-        return cls((TOP_CHILDREN,) * depth, beam)
+        return cls((ROOT_CHILDREN,) + (NODE_CHILDREN,) * (depth - 1), beam)
 
     def level_sizes(self) -> list[int]:
         """Nodes made at each level, at most."""
@@ -73,6 +75,7 @@ class Growth:
     """
 
     __slots__ = (
+        "best",
         "depths",
         "features",
         "laws",
@@ -91,6 +94,7 @@ class Growth:
         self.survival, self.depths = [1.0], [0]
         self.laws: dict[int, NDArray[np.float64]] = {}
         self.features: dict[int, NDArray[np.float32]] = {}
+        self.best: list[float] = []  # heap of the highest survivals, for add_promising
         self.level: list[int] = []  # nodes of the newest level
         self.rows: list[int] = []  # fed nodes behind the stem, in slot order
         self.stem = 0
@@ -107,6 +111,18 @@ class Growth:
         self.level.append(node)
         if law is not None:
             self.laws[node] = law
+
+    def add_promising(self, parent: int, tokens: Sequence[int], scores: Sequence[float], max_nodes: int) -> None:
+        """Add the children (falling scores) that may still be among the tree's ``max_nodes`` most promising nodes."""
+        above = self.survival[parent]
+        for token, score in zip(tokens, scores, strict=True):
+            if len(self.best) < max_nodes:
+                heappush(self.best, above * score)
+            elif above * score > self.best[0]:
+                heapreplace(self.best, above * score)
+            else:
+                return
+            self.add(parent, token, score)
 
     def begin_level(self, beam: int | None) -> list[int]:
         """Nodes of the newest level to extend, the most promising ``beam``; the next ``add`` starts a new level."""

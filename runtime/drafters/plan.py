@@ -37,7 +37,7 @@ class DraftPlan:
     max_nodes: int = 16
     max_depth: int = 8
     ssm_depth: int = 2
-    beam: int = 8
+    beam: int = 4
     sources: tuple[str, ...] = ("suffix", "ngram")
     sampled: str = "deterministic"
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from flexspec.errors import CapacityError
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.expand import Expansion, Growth, top_successors
-from flexspec.runtime.pages import PageAllocator, RowGroup, pack_rows
 from flexspec.runtime.noise import DraftNoise, draft_child
+from flexspec.runtime.pages import PageAllocator, RowGroup, pack_rows
 from flexspec.runtime.step import Executor
 from flexspec.runtime.transforms import target_law
 from flexspec.tree import TokenTree
@@ -304,6 +304,9 @@ class SsmDrafter:
                 self.counts["skipped_not_finite"] += 1
                 continue
             width = job.expansion.children[level]
+            if job.expansion.beam is not None and job.noise is None:
+                job.growth.add_promising(node, tokens[:width], chances[:width], job.request.max_nodes)
+                continue
             certain = width if job.noise is None else width - 1
             for token, chance in zip(tokens[:certain], chances[:certain], strict=True):
                 job.growth.add(node, token, chance)

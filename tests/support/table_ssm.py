@@ -67,9 +67,9 @@ class TableSsm:
         self.fed: list[int] = []  # rows of each step
         self.poison = False
 
-    def step(self, batch: StepBatch, *, want_logits: bool) -> StepResult:
+    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
         rows = len(batch.ids_T)
-        assert want_logits and 0 < rows <= self.max_rows and len(batch.logit_rows_L)
+        assert want_logits and want_features == self.fused and 0 < rows <= self.max_rows and len(batch.logit_rows_L)
         assert (batch.features_TE is not None) == self.fused
         self.fed.append(rows)
         used = [page for r, pages in enumerate(self._pages(batch)) for page in pages]

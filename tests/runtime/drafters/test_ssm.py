@@ -14,6 +14,7 @@ from flexspec.runtime.drafters.expand import Expansion
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.noise import DraftNoise, draft_child
 from flexspec.runtime.transforms import target_law
+from flexspec.runtime.verify import check_exact
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree
 
@@ -144,10 +145,10 @@ def test_dynamic_tree_keeps_the_most_likely_nodes(fused: bool) -> None:
     root = seen(session, 1)
     survival: dict[Path, float] = {(): 1.0}
     level: list[Path] = [()]
-    for _ in range(3):
+    for children in (8, 4, 4):
         made: list[Path] = []
         for path in level:
-            for token, chance in top(root + path, 8, fused):
+            for token, chance in top(root + path, children, fused):
                 survival[(*path, token)] = survival[path] * chance
                 made.append((*path, token))
         level = sorted(made, key=lambda path: -survival[path])[:4]
@@ -279,6 +280,7 @@ def test_mixed_children_are_drawn_from_the_stated_law(fused: bool) -> None:
     session.begin(1, [1, 2, 3], 4)
     (tree,) = session.propose(1, params=params)
     assert len(tree) == 1 + 3 + 6 and len(tree.laws) == 1 + 3, "one drawn child a node"
+    check_exact(tree, VOCAB, "traversal")
     noise = DraftNoise(3, len(session.texts[1]))
     for parent, children in enumerate(tree.children()):
         if not children:
