@@ -13,7 +13,7 @@ import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexspec.compiler.artifact_zip import unpack_to_cache
+from flexspec.compiler.artifact_zip import forget_unpacked, unpack_to_cache
 from flexspec.compiler.manifest import MANIFEST_NAME, FileEntry, Json, Manifest, decode_manifest
 from flexspec.compiler.tensor_file import AnyArray, map_tensors
 from flexspec.errors import ArtifactError
@@ -85,9 +85,19 @@ def open_artifact(path: Path, *, verify: bool = True) -> Artifact:
     (about 0.2 s per 300 MB). Raises ArtifactError naming the file that is wrong and the command that rebuilds it.
     """
     path = Path(path)
+    if not path.is_file():
+        return _open_folder(path, path, verify)
+    try:
+        return _open_folder(unpack_to_cache(path), path, verify)
+    except ArtifactError:
+        forget_unpacked(path)  # what is in the cache may be damaged while the file itself is sound
+        return _open_folder(unpack_to_cache(path), path, verify)
+
+
+def _open_folder(root: Path, path: Path, verify: bool) -> Artifact:
+    """Check and open the folder ``root`` of the artifact that the user named ``path``."""
     fix = f"make it: flexspec compile MODEL -o {path}"
     try:
-        root = unpack_to_cache(path) if path.is_file() else path
         data = (root / MANIFEST_NAME).read_bytes()
     except FileNotFoundError:
         what = f"{path} has no {MANIFEST_NAME}" if path.exists() else f"{path} does not exist"

@@ -56,14 +56,28 @@ def unpack_to_cache(path: Path) -> Path:
     try:
         with zipfile.ZipFile(path) as archive:
             members = _check_members(path, archive)
-            data = archive.read(MANIFEST_NAME)
-            decode_manifest(data, path.name)
-            folder = cache_root() / "artifacts" / hashlib.sha256(data).hexdigest()[:32] / path.name
+            folder = _cache_folder(path, archive)
             if not (folder / MANIFEST_NAME).is_file():
                 _extract(archive, members, folder)
             return folder
-    except _ZIP_ERRORS as error:
+    except (*_ZIP_ERRORS, OSError) as error:
         raise _not_an_artifact(path, f"{path.name}: {error}") from None
+
+
+def forget_unpacked(path: Path) -> None:
+    """Remove what :func:`unpack_to_cache` made of ``path``. Raises ArtifactError as it does."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            _check_members(path, archive)
+            shutil.rmtree(_cache_folder(path, archive), ignore_errors=True)
+    except (*_ZIP_ERRORS, OSError) as error:
+        raise _not_an_artifact(path, f"{path.name}: {error}") from None
+
+
+def _cache_folder(path: Path, archive: zipfile.ZipFile) -> Path:
+    data = archive.read(MANIFEST_NAME)
+    decode_manifest(data, path.name)
+    return cache_root() / "artifacts" / hashlib.sha256(data).hexdigest()[:32] / path.name
 
 
 def _check_members(path: Path, archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:

@@ -84,6 +84,14 @@ def test_packed_artifact_opens_like_the_folder_and_is_unpacked_once(tmp_path: Pa
         assert {member.compress_type for member in archive.infolist()} == {zipfile.ZIP_STORED}
 
 
+def test_a_damaged_cache_is_unpacked_again(tmp_path: Path) -> None:
+    packed = pack_artifact(build(tmp_path / "tiny.fspec"), tmp_path / "packed.fspec")
+    first = open_artifact(packed)
+    sound = contents(first)
+    first.file("kernels/cpu/library.so").write_bytes(b"cut")
+    assert contents(open_artifact(packed)) == sound
+
+
 def test_an_unfinished_artifact_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "tiny.fspec"
     with pytest.raises(RuntimeError, match="compiler broke"), ArtifactWriter(out) as writer:
