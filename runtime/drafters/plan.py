@@ -14,7 +14,8 @@ from flexspec.errors import RequestError
 from flexspec.runtime.drafters.expand import Expansion
 
 METHODS = ("off", "chain", "tree", "budget")
-SOURCES = ("suffix", "ngram", "ssm")
+SSMS = ("ssm", *(f"ssm{i}" for i in range(2, 9)))  # an artifact's SSMs, in the order they were given
+SOURCES = ("suffix", "ngram", *SSMS)
 SAMPLED = ("deterministic", "mixed")
 MAX_NODES = 255  # four ancestor words with the root
 MAX_DEPTH = 64
@@ -26,7 +27,7 @@ _SYNTAX = "off | chain:DEPTH | tree:K1,K2,... | budget:NODES, then /option=value
 class DraftPlan:
     """``method`` decides what is verified of the sources' merged tree.
 
-    off: nothing is drafted. chain: its best path, ``max_depth`` long. tree: all of it, the SSM in the static shape
+    off: nothing is drafted. chain: its best path, ``max_depth`` long. tree: all of it, each SSM in the static shape
     ``vector``. budget: the nodes that pay by survival and step cost, at most ``max_nodes``. ``ssm_depth`` and ``beam``
     shape the SSM's dynamic tree (budget only): levels, and nodes extended at each. ``sampled`` "mixed" draws one child
     a node for sampled requests (tree of the SSM alone). Raises RequestError (param "draft") for what cannot be.
@@ -64,6 +65,8 @@ class DraftPlan:
                 f"one or more of {', '.join(SOURCES)}, each once",
                 "budget:16/sources=suffix+ngram",
             )
+        if self.method == "tree" and not _count_ssms(self):
+            _refuse(f"method tree of {self.sources}", "an SSM among the sources", "tree:1,1,3,1/sources=ssm")
         if self.sampled == "mixed" and (self.method != "tree" or self.sources != ("ssm",)):
             _refuse("sampled=mixed", "method tree with the SSM as only source", "tree:2,2,1/sources=ssm/sampled=mixed")
         limits = _tree_size(self)
@@ -120,7 +123,7 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True)
 class WorstCase:
-    """Per request and round: drafted nodes (root not counted), tree depth, SSM rows behind its committed context."""
+    """Per request and round: drafted nodes (root not counted), tree depth, rows in each SSM behind its context."""
 
     max_nodes: int
     max_depth: int
@@ -132,17 +135,22 @@ def worst_case(plan: DraftPlan) -> WorstCase:
     if plan.method == "off":
         return WorstCase(0, 0, 0)
     nodes, depth = _tree_size(plan)
-    return WorstCase(nodes, depth, plan.expansion.draft_rows if "ssm" in plan.sources else 0)
+    return WorstCase(nodes, depth, plan.expansion.draft_rows if _count_ssms(plan) else 0)
+
+
+def _count_ssms(plan: DraftPlan) -> int:
+    return sum(source in SSMS for source in plan.sources)
 
 
 def _tree_size(plan: DraftPlan) -> tuple[int, int]:
     """(nodes, depth) that a round may verify."""
     if plan.method == "chain":
         return plan.max_depth, plan.max_depth
-    if plan.method == "tree" and plan.sources == ("ssm",):
-        return plan.expansion.nodes, len(plan.vector)
-    if plan.method == "tree":  # other sources add to the static tree, up to max_nodes in all
-        return max(plan.max_nodes, plan.expansion.nodes), max(plan.max_depth, len(plan.vector))
+    if plan.method == "tree":
+        nodes, depth = plan.expansion.nodes * _count_ssms(plan), len(plan.vector)
+        if _count_ssms(plan) < len(plan.sources):  # other sources add to the static trees, up to max_nodes in all
+            return max(plan.max_nodes, nodes), max(plan.max_depth, depth)
+        return nodes, depth
     return plan.max_nodes, min(plan.max_depth, plan.max_nodes)
 
 

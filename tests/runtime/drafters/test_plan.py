@@ -18,6 +18,7 @@ from flexspec.runtime.drafters.plan import DraftPlan, WorstCase, worst_case
         ("chain:4/sources=ssm", DraftPlan("chain", max_depth=4, sources=("ssm",)), WorstCase(4, 4, 3)),
         ("tree:1,1,3,1,1,1,1,1", DraftPlan("tree", (1, 1, 3, 1, 1, 1, 1, 1), sources=("ssm",)), WorstCase(20, 8, 17)),
         ("tree:<2,2,1>", DraftPlan("tree", (2, 2, 1), sources=("ssm",)), WorstCase(10, 3, 6)),
+        ("tree:2,2,1/sources=ssm+ssm2", DraftPlan("tree", (2, 2, 1), sources=("ssm", "ssm2")), WorstCase(20, 3, 6)),
         ("budget:8", DraftPlan("budget", max_nodes=8), WorstCase(8, 8, 0)),
         (
             "budget:24/depth=6/ssm_depth=3/beam=4/sources=suffix+ngram+ssm",
@@ -72,6 +73,8 @@ def test_text_round_trips(plan: DraftPlan) -> None:
         ("budget:8/depth", "'depth'"),
         ("budget:8/sampled=mixed", "sampled=mixed"),
         ("tree:2,2/sampled=all", "'all'"),
+        ("tree:2,2/sources=suffix", "method tree"),
+        ("tree:2,2/sources=ssm+ssm2/sampled=mixed", "sampled=mixed"),
     ],
 )
 def test_refusals_name_what_is_wrong(text: str, named: str) -> None:

@@ -14,6 +14,7 @@ from flexspec.runtime.drafters.plan import DraftPlan, worst_case
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
+from flexspec.runtime.step import StepBatch, StepResult
 from flexspec.runtime.verify import accept_greedy
 from flexspec.sampling import SamplingParams
 
@@ -24,9 +25,19 @@ PLANS = [
     "chain:3/sources=ssm",
     "tree:2,2,1",
     "tree:1,2/sources=ssm+suffix/nodes=12",
+    "tree:2,1/sources=ssm+ssm2",
     "budget:12/sources=suffix+ngram",
     "budget:20/ssm_depth=3/sources=suffix+ngram+ssm",
 ]
+
+
+class OtherSsm(TableSsm):
+    """A second SSM with other opinions: the same logits, rolled by one token."""
+
+    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
+        result = super().step(batch, want_logits=want_logits, want_features=want_features)
+        assert result.logits_LV is not None
+        return StepResult(result.argmax_L, np.roll(result.logits_LV, 1, axis=1), None)
 
 
 def llm_next(text: list[int]) -> int:
@@ -50,6 +61,7 @@ def planned(text: str, step_cost: StepCost | None = None) -> PlannedDrafter:
         SuffixDrafter(),
         NgramDrafter(NgramModel(table)),
         SsmDrafter(TableSsm(VOCAB), plan.expansion, VOCAB, sampled=plan.sampled),
+        SsmDrafter(OtherSsm(VOCAB), plan.expansion, VOCAB, name="ssm2"),
     ]
     return PlannedDrafter(plan, drafters, step_cost)
 
@@ -96,6 +108,16 @@ def test_nodes_that_several_sources_propose_name_them_all() -> None:
     tree = drafter.propose([DraftRequest(1, answer([1, 2], 40)[-1], 20, 8, SamplingParams())])[0]
     assert any("suffix+ngram" in source for source in tree.sources)
     assert {name for source in tree.sources for name in source.split("+")} == {"root", "suffix", "ngram", "ssm"}
+
+
+def test_the_trees_of_two_ssms_are_united_whole() -> None:
+    drafter = planned("tree:2,1/sources=ssm+ssm2")
+    drafter.begin(1, [1, 2, 3])
+    tree = drafter.propose([DraftRequest(1, 3, 64, 64, SamplingParams())])[0]
+    best = np.argsort(-logits_after((1, 2, 3), VOCAB))[:2]
+    first = {tree.tokens[i]: tree.sources[i] for i in tree.children()[0]}
+    assert set(first) == {int(t) for t in best} | {int(t + 1) % VOCAB for t in best}
+    assert {name for source in tree.sources[1:] for name in source.split("+")} == {"ssm", "ssm2"}
 
 
 def test_learning_drops_what_is_never_accepted() -> None:
