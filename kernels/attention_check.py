@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from flexspec.kernels.tree_attention import row_tiles, step_tables, tree_attention
 from flexspec.kernels.triton_launch import Kernels
 from flexspec.kernels.triton_spec import PAGE_TOKENS, Variant
-from flexspec.tree import TokenTree
 from flexspec.types import DType
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ TOLERANCE = {DType.F32: 2e-5, DType.F16: 4e-3, DType.BF16: 3e-2}
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One request of a case: ``kind`` is tree (random), star, chain (as bits) or causal (as a flag)."""
+    """One request of a case. ``kind``: tree (random), forest (random, many roots), star, chain (bits), causal (flag)."""
 
     kind: str
     context: int
@@ -75,15 +74,20 @@ def _parents(part: Part, rng: np.random.Generator) -> tuple[int, ...]:
     n = part.tokens
     if part.kind == "star":
         return (-1,) + (0,) * (n - 1)
-    if part.kind == "tree":
-        return (-1,) + tuple(int(rng.integers(0, i)) for i in range(1, n))
+    if part.kind in ("tree", "forest"):
+        lowest = 0 if part.kind == "tree" else -1
+        return (-1,) + tuple(int(rng.integers(lowest, i)) for i in range(1, n))
     return tuple(range(-1, n - 1))
 
 
 def _ancestors(part: Part, words: int, rng: np.random.Generator) -> NDArray[np.uint64]:
     if part.kind == "causal":  # must not matter: random bits would show it
         return rng.integers(0, 2**64, (part.tokens, words), np.uint64)
-    return TokenTree((0,) * part.tokens, _parents(part, rng)).ancestors(words)
+    table = np.zeros((part.tokens, words), np.uint64)
+    for row, parent in enumerate(_parents(part, rng)):
+        table[row] = table[parent] if parent >= 0 else 0
+        table[row, row // 64] |= np.uint64(1 << (row % 64))
+    return table
 
 
 def make_inputs(case: Case, seed: int, device: str) -> StepInputs:
@@ -155,6 +159,8 @@ def run_case(case: Case, kernels: Kernels, inputs: StepInputs, device: str) -> t
         case.variant(), inputs.page_table_RB, inputs.starts_R1, inputs.contexts_R, inputs.causal_R,
         inputs.ancestors_TW, device, split_keys=case.split_keys, pad_tiles_to=count + case.padding_tiles,
     )  # fmt: skip
+    # The order of tiles means nothing. Backwards, a tile that wrote a row of the next one would be seen.
+    tables = replace(tables, tiles_N2=tables.tiles_N2.flip(0).contiguous())
     return tree_attention(kernels, inputs.q_THD, inputs.k_cache, inputs.v_cache, tables, scale_of(case))
 
 
@@ -214,7 +220,7 @@ def covering_cases() -> tuple[Case, ...]:
         Case("d128 group 7", 7, 1, 128, mixed, row_tile=64, split_keys=128),
         Case("d192 group 2", 2, 1, 192, deep),
         Case("d256", 2, 2, 256, (Part("tree", 31, 6),), split_keys=64),
-        Case("incremental", 4, 2, 64, (Part("causal", 95, 1), Part("causal", 0, 1)), mode="incremental"),
+        Case("incremental", 6, 2, 64, (Part("causal", 95, 1), Part("forest", 40, 14)), mode="incremental"),
         Case("two words", 4, 1, 64, (Part("tree", 33, 110), Part("causal", 65, 2)), mask_words=2, row_tile=64),
         Case("four words", 2, 1, 32, (Part("tree", 5, 200),), mask_words=4, row_tile=64, split_keys=64),
     )
