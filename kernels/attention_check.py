@@ -28,7 +28,7 @@ TOLERANCE = {DType.F32: 2e-5, DType.F16: 4e-3, DType.BF16: 3e-2}
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One request of a case. ``kind``: tree (random), forest (random, many roots), star, chain (bits), causal (flag)."""
+    """One request. ``kind``: tree (random), forest (random, many roots), star, chain (as bits), causal (as a flag)."""
 
     kind: str
     context: int
