@@ -5,88 +5,99 @@
 
 namespace fs {
 
-// An epilogue gets 16 columns of 1..16 rows: (first row, rows, first column, values [rows][ld]).
+// An epilogue gets one row of 16 columns: (row, first column, values).
 struct StoreRows {  // y[row][n] = v (+ bias)
   Rows<float> y;
   const float* bias;
-  void operator()(int row, int rows, int n, const float* v, int ld) const {
-    for (int r = 0; r < rows; r++) {
-      vf x = load<vf>(v + r * ld);
-      if (bias) x = x + load<vf>(bias + n);
-      store(y.row(row + r) + n, x);
-    }
-  }
+  void operator()(int row, int n, vf v) const { store(y.row(row) + n, bias ? v + load<vf>(bias + n) : v); }
 };
 struct AddRows {  // y[row][n] = residual[row][n] + v (+ bias); y may be the residual
   Rows<float> y, residual;
   const float* bias;
-  void operator()(int row, int rows, int n, const float* v, int ld) const {
-    for (int r = 0; r < rows; r++) {
-      vf x = load<vf>(v + r * ld);
-      if (bias) x = x + load<vf>(bias + n);
-      store(y.row(row + r) + n, load<vf>(residual.row(row + r) + n) + x);
-    }
+  void operator()(int row, int n, vf v) const {
+    if (bias) v = v + load<vf>(bias + n);
+    store(y.row(row) + n, load<vf>(residual.row(row) + n) + v);
   }
 };
 
-// The panel loop shared by all: columns come in pairs of blocks; `emit(row, rows, block, v0, v1, ld)` gets both.
+// The panel loop shared by all: columns come in pairs of blocks; `emit(row, pair, v0, v1)` gets a row of both.
 // AMX keeps 2 row tiles x 2 column blocks in registers, so a weight tile is read once for 32 rows.
+#if FS_AMX
+// A step is bound by reading weights, so nothing may leave the memory idle: the next pair's panel is prefetched evenly
+// over all k blocks, and the epilogue of one result runs row by row inside the k loop of the next.
+template <int K, class Emit>
+inline void amx_panels(Rows<bf16> x, int T, const bf16* w, int pair_lo, int pair_hi, const Emit& emit) {
+  constexpr int KB = round_up(K, kTileK) / kTileK, per_k = (32 + KB - 1) / KB;
+  constexpr size_t panel = size_t(KB) * kTileElems;
+  alignas(64) float out[2][32 * 32];
+  int waiting = 0, done = 0, waiting_row = 0, waiting_pair = 0, at = 0;  // rows of out[at ^ 1] that still need emit
+  auto emit_next = [&] {
+    const float* v = out[at ^ 1] + done * 32;
+    emit(waiting_row + done, waiting_pair, load<vf>(v), load<vf>(v + 16));
+    done++;
+  };
+  const int passes = (T + 31) / 32;
+  amx_config(T < 16 ? T : 16);
+  for (int pair = pair_lo; pair < pair_hi; pair++) {
+    const bf16 *w0 = w + 2 * size_t(pair) * panel, *w1 = w0 + panel;
+    const char* next = reinterpret_cast<const char*>(w0 + 2 * panel);
+    const int lines = pair + 1 < pair_hi ? (32 + passes - 1) / passes : 0;
+    for (int r = 0; r < T; r += 32) {
+      const bool two = r + 16 < T;
+      const bf16 *x0 = x.row(r), *x1 = x.row(r + 16);
+      _tile_zero(0);
+      _tile_zero(1);
+      if (two) {
+        _tile_zero(2);
+        _tile_zero(3);
+      }
+      for (int k = 0; k < KB; k++, next += lines * 64) {
+        for (int q = 0; q < lines; q++) _mm_prefetch(next + q * 64, _MM_HINT_T1);
+        _tile_loadd(6, w0 + size_t(k) * kTileElems, 64);
+        _tile_loadd(7, w1 + size_t(k) * kTileElems, 64);
+        _tile_loadd(4, x0 + k * kTileK, x.ld * 2);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (two) {
+          _tile_loadd(5, x1 + k * kTileK, x.ld * 2);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+        for (int i = 0; i < per_k && done < waiting; i++) emit_next();
+      }
+      while (done < waiting) emit_next();
+      _tile_stored(0, out[at], 128);
+      _tile_stored(1, out[at] + 16, 128);
+      if (two) {
+        _tile_stored(2, out[at] + 512, 128);
+        _tile_stored(3, out[at] + 528, 128);
+      }
+      waiting = T - r < 32 ? T - r : 32, done = 0, waiting_row = r, waiting_pair = pair, at ^= 1;
+    }
+  }
+  while (done < waiting) emit_next();
+}
+#endif
+
 template <class E, int K, class Emit>
 inline void panels(Rows<E> x, int T, const E* w, int pair_lo, int pair_hi, const Emit& emit) {
   constexpr int KB = round_up(K, kTileK) / kTileK;
   constexpr size_t panel = size_t(KB) * kTileElems;
-  alignas(64) float out[32 * 32];
   if (T <= 0) return;
 #if FS_AMX
   if constexpr (sizeof(E) == 2) {
-    amx_config(T < 16 ? T : 16);
-    for (int pair = pair_lo; pair < pair_hi; pair++) {
-      const E *w0 = w + 2 * size_t(pair) * panel, *w1 = w0 + panel;
-      const char* next = reinterpret_cast<const char*>(w0 + 2 * panel);
-      for (int r = 0; r < T; r += 32) {
-        const bool two = r + 16 < T;
-        const E* x0 = x.row(r);
-        const E* x1 = x.row(r + 16);
-        _tile_zero(0);
-        _tile_zero(1);
-        if (two) {
-          _tile_zero(2);
-          _tile_zero(3);
-        }
-        for (int k = 0; k < KB; k++) {
-          if (r == 0 && pair + 1 < pair_hi)  // the next panel comes from memory while this one multiplies
-            for (int q = 0; q < 32; q++) _mm_prefetch(next + k * 2048 + q * 64, _MM_HINT_T1);
-          _tile_loadd(6, w0 + size_t(k) * kTileElems, 64);
-          _tile_loadd(7, w1 + size_t(k) * kTileElems, 64);
-          _tile_loadd(4, x0 + k * kTileK, x.ld * 2);
-          _tile_dpbf16ps(0, 4, 6);
-          _tile_dpbf16ps(1, 4, 7);
-          if (two) {
-            _tile_loadd(5, x1 + k * kTileK, x.ld * 2);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-          }
-        }
-        _tile_stored(0, out, 128);
-        _tile_stored(1, out + 16, 128);
-        emit(r, T - r < 16 ? T - r : 16, pair, out, out + 16, 32);
-        if (two) {
-          _tile_stored(2, out + 512, 128);
-          _tile_stored(3, out + 528, 128);
-          emit(r + 16, T - r - 16 < 16 ? T - r - 16 : 16, pair, out + 512, out + 528, 32);
-        }
-      }
-    }
+    amx_panels<K>(x, T, w, pair_lo, pair_hi, emit);
     return;
   }
 #endif
+  alignas(64) float out[16 * 32];
   for (int pair = pair_lo; pair < pair_hi; pair++) {
     const E* w0 = w + 2 * size_t(pair) * panel;
     auto tile = [&](int k, int n) { return w0 + n * panel + size_t(k) * kTileElems; };
     for (int r = 0; r < T; r += 16) {
       int rows = T - r < 16 ? T - r : 16;
       TileProduct<E>::template run<2>(x.row(r), x.ld, rows, tile, KB, out, 32, true);
-      emit(r, rows, pair, out, out + 16, 32);
+      for (int i = 0; i < rows; i++) emit(r + i, pair, load<vf>(out + i * 32), load<vf>(out + i * 32 + 16));
     }
   }
 }
@@ -95,9 +106,9 @@ inline void panels(Rows<E> x, int T, const E* w, int pair_lo, int pair_hi, const
 template <class E, int K, int N, class Epilogue>
 FS_KERNEL void gemm(Ctx& c, int tid, int T, Rows<E> x, const E* w, const Epilogue& epilogue) {
   Range cols = share(round_up(N, 32) / 32, tid, c.team.size());
-  panels<E, K>(x, T, w, cols.lo, cols.hi, [&](int row, int rows, int pair, const float* v0, const float* v1, int ld) {
-    epilogue(row, rows, pair * 32, v0, ld);
-    epilogue(row, rows, pair * 32 + 16, v1, ld);
+  panels<E, K>(x, T, w, cols.lo, cols.hi, [&](int row, int pair, vf v0, vf v1) {
+    epilogue(row, pair * 32, v0);
+    epilogue(row, pair * 32 + 16, v1);
   });
 }
 
@@ -105,11 +116,8 @@ FS_KERNEL void gemm(Ctx& c, int tid, int T, Rows<E> x, const E* w, const Epilogu
 template <class E, int K, int F>
 FS_KERNEL void gemm_swiglu(Ctx& c, int tid, int T, Rows<E> x, const E* w, Rows<E> y) {
   Range cols = share(round_up(F, 16) / 16, tid, c.team.size());
-  panels<E, K>(x, T, w, cols.lo, cols.hi, [&](int row, int rows, int pair, const float* g, const float* u, int ld) {
-    for (int r = 0; r < rows; r++) {
-      vf gate = load<vf>(g + r * ld), up = load<vf>(u + r * ld);
-      Elem<E>::put(y.row(row + r) + pair * 16, gate * Elem<E>::sigmoid(gate) * up);
-    }
+  panels<E, K>(x, T, w, cols.lo, cols.hi, [&](int row, int pair, vf gate, vf up) {
+    Elem<E>::put(y.row(row) + pair * 16, gate * Elem<E>::sigmoid(gate) * up);
   });
 }
 
@@ -120,21 +128,19 @@ FS_KERNEL void gemm_logits(Ctx& c, const FsStep& s, int tid, Rows<E> x, const E*
   Best* best = c.best + size_t(tid) * c.max_rows;
   for (int r = 0; r < s.L; r++) best[r] = {splat(-__builtin_inff()), vi{} - 1};
   const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  auto block = [&](int row, int rows, int n, const float* v, int ld) {
-    for (int r = 0; r < rows; r++) {
-      vf x16 = load<vf>(v + r * ld);
-      if (bias) x16 = x16 + load<vf>(bias + n);
-      if (s.logits) std::memcpy(s.logits + size_t(row + r) * V + n, &x16, (V - n < 16 ? V - n : 16) * 4);
-      Best& b = best[row + r];
-      vi above = x16 > b.value;  // strictly: a lane keeps its first, lowest index
-      if (V - n < 16) above = above & (lanes < V - n);
-      b.value = select(above, x16, b.value);
-      b.index = select(above, lanes + n, b.index);
-    }
+  auto block = [&](int row, int n, vf v) {
+    if (n >= V) return;
+    if (bias) v = v + load<vf>(bias + n);
+    if (s.logits) std::memcpy(s.logits + size_t(row) * V + n, &v, (V - n < 16 ? V - n : 16) * 4);
+    Best& b = best[row];
+    vi above = v > b.value;  // strictly: a lane keeps its first, lowest index
+    if (V - n < 16) above = above & (lanes < V - n);
+    b.value = select(above, v, b.value);
+    b.index = select(above, lanes + n, b.index);
   };
-  panels<E, K>(x, s.L, w, cols.lo, cols.hi, [&](int row, int rows, int pair, const float* v0, const float* v1, int ld) {
-    if (pair * 32 < V) block(row, rows, pair * 32, v0, ld);
-    if (pair * 32 + 16 < V) block(row, rows, pair * 32 + 16, v1, ld);
+  panels<E, K>(x, s.L, w, cols.lo, cols.hi, [&](int row, int pair, vf v0, vf v1) {
+    block(row, pair * 32, v0);
+    block(row, pair * 32 + 16, v1);
   });
   c.team.barrier();
   if (tid == 0)
