@@ -29,7 +29,7 @@ Ctx* create(const void* const* weights, int threads, int max_rows, int pages, in
   c->kv = c->kv_bytes ? map_zeroed(c->kv_bytes) : nullptr;
   c->scratch = static_cast<char**>(std::calloc(threads, sizeof(char*)));
   c->best = static_cast<Best*>(std::aligned_alloc(64, sizeof(Best) * threads * max_rows));
-  if (!c->arena || (c->kv_bytes && !c->kv) || !c->scratch || !c->best) {
+  if (!c->arena || (c->kv_bytes && !c->kv) || !c->scratch || !c->best || !c->team.start()) {
     destroy<P>(c);
     return nullptr;
   }

@@ -27,9 +27,15 @@ struct KvLayout {
   static void put_value(E* values, int i, int n, vf v) {
     E* tile = values + size_t(n) * kTileElems;
     if constexpr (sizeof(E) == 2) {
+      // The other half-words may be another thread's token: they must not be read and written back.
       uint16_t* row = tile + i / 2 * 32;
-      vu old = load<vu>(row), half = __builtin_convertvector(to_bf16(v), vu);
-      store(row, i % 2 ? (old & 0xffffu) | (half << 16) : (old & 0xffff0000u) | half);
+#if defined(__AVX512BW__)
+      vu twice = __builtin_convertvector(to_bf16(v), vu) * 0x10001u;
+      _mm512_mask_storeu_epi16(row, 0x55555555u << (i % 2), (__m512i)twice);
+#else
+      vh half = to_bf16(v);
+      for (int lane = 0; lane < 16; lane++) row[2 * lane + i % 2] = half[lane];
+#endif
     } else {
       store(tile + i * 16, v);
     }

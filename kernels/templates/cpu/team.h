@@ -1,10 +1,13 @@
 // A small thread team of its own: no OpenMP, no spinning while idle. Threads of a step meet at barriers that spin for a
 // moment and then yield, so that a busy machine costs a time slice and not a stall of many.
 #pragma once
+#include <pthread.h>
+#include <sched.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
-#include <thread>
+#include <new>
 #include <vector>
 
 #include "tile.h"
@@ -21,8 +24,24 @@ inline void cpu_relax() {
 
 class Team {
  public:
-  explicit Team(int threads) : n_(threads) {
-    for (int t = 1; t < n_; t++) workers_.emplace_back([this, t] { loop(t); });
+  explicit Team(int threads) : n_(threads) {}
+  // Start the workers; false when the system refuses a thread (std::thread would end the process without exceptions).
+  bool start() {
+    for (int t = 1; t < n_; t++) {
+      auto* arg = new (std::nothrow) Seat{this, t};
+      pthread_t id;
+      if (!arg || pthread_create(&id, nullptr, [](void* p) -> void* {
+            Seat seat = *static_cast<Seat*>(p);
+            delete static_cast<Seat*>(p);
+            seat.team->loop(seat.index);
+            return nullptr;
+          }, arg)) {
+        delete arg;
+        return false;
+      }
+      workers_.push_back(id);
+    }
+    return true;
   }
   ~Team() {
     {
@@ -31,7 +50,7 @@ class Team {
       job_.fetch_add(1);
     }
     cv_.notify_all();
-    for (auto& w : workers_) w.join();
+    for (pthread_t w : workers_) pthread_join(w, nullptr);
   }
   int size() const { return n_; }
 
@@ -61,9 +80,14 @@ class Team {
     }
     for (int spins = 0; generation_.load(std::memory_order_acquire) == g; spins++) {
       if (spins < 4000) cpu_relax();
-      else std::this_thread::yield();
+      else sched_yield();
     }
   }
+
+  struct Seat {
+    Team* team;
+    int index;
+  };
 
  private:
   // Denormals only slow arithmetic down here (softmax tails); AMX flushes them by definition.
@@ -95,7 +119,7 @@ class Team {
   }
 
   int n_;
-  std::vector<std::thread> workers_;
+  std::vector<pthread_t> workers_;
   std::mutex m_;
   std::condition_variable cv_;
   std::atomic<int> job_{0}, arrived_{0}, generation_{0};
