@@ -81,7 +81,7 @@ class TritonExecutor:
         self._kernels: dict[Variant, Kernels] = {}
 
     @torch.no_grad()
-    def step(self, batch: StepBatch, *, want_logits: bool) -> StepResult:
+    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
         """One step; the pool is updated in place. Raises EngineError when a kernel does not launch."""
         assert 0 < len(batch.ids_T) <= self.max_rows, f"{len(batch.ids_T)} rows, at most {self.max_rows}"
         values = self._step_inputs(batch) | self._weights | self._caches
@@ -96,7 +96,7 @@ class TritonExecutor:
             for name in each.dead:
                 del values[name]
         logits_LV = values[self.graph.outputs[0]].float()
-        features = [values[name].float() for name in self._feature_names]
+        features = [values[name].float() for name in self._feature_names] if want_features else []
         return StepResult(
             argmax_L=logits_LV.argmax(-1).to(torch.int32).cpu().numpy(),  # torch's argmax is the first maximum
             logits_LV=logits_LV.cpu().numpy() if want_logits else None,
@@ -168,6 +168,8 @@ class TritonExecutor:
 
     def _step_inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:
         """The step's arrays on the device, those the graph declares (fields and inputs have the same names)."""
+        reads_features = any(value.name == "features_TE" for value in self.graph.inputs)
+        assert batch.features_TE is not None or not reads_features, "this model reads features"
         return {
             value.name: torch.from_numpy(np.array(getattr(batch, value.name)))
             .to(TORCH_DTYPES[value.type.dtype])

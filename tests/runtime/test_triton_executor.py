@@ -77,7 +77,9 @@ class Pair:
         if right.features_TE is not None:
             assert ours.features_TE is not None
             self._compare(right.features_TE, ours.features_TE)
-        assert self.triton.step(batch, want_logits=False).logits_LV is None  # and a repeated step changes nothing
+        again = self.triton.step(batch, want_logits=False, want_features=False)  # a repeated step changes nothing
+        assert again.logits_LV is None and again.features_TE is None
+        assert again.argmax_L.tolist() == ours.argmax_L.tolist()
         self.expected += right.argmax_L.tolist()
         self.tokens += ours.argmax_L.tolist()
         return right.argmax_L.tolist()
