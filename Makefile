@@ -59,8 +59,8 @@ serve: venv  ## the same, and keep the OpenAI-compatible server running
 $(MODEL): | venv
 	@$(BIN)/python benchmarks/fetch_model.py --out $@
 
-bench-cpu: $(MODEL)  ## tokens per second on this CPU, speculation off and on
-	@$(BIN)/python benchmarks/cpu.py --threads $(THREADS) $(ARGS)
+bench-cpu: $(MODEL)  ## tokens per second on this CPU, speculation off and on [PROMPTS=file.jsonl] [QUICK=1]
+	@$(BIN)/python benchmarks/cpu.py --threads $(THREADS) $(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(QUICK),--quick) $(ARGS)
 
 bench-peers: $(MODEL)  ## the same model and prompts in llama.cpp, vLLM and transformers
 	@$(BIN)/python -m benchmarks.peers.run --model $(MODEL) --threads $(THREADS) $(ARGS)

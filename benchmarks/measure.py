@@ -1,0 +1,164 @@
+"""Runs prompts through an artifact with speculation off and on, interleaved, and pairs the results.
+
+Shared by the demo and the benchmark. Rates are decode rates (tokens after the first over the time after the first
+token); the prefill is the same work either way and is given beside them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flexspec.runtime.api import Delta, RequestStats
+from flexspec.runtime.open_engine import Served, ServeOptions, open_engine
+from flexspec.sampling import SamplingParams
+
+Note = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request's tokens and counts."""
+
+    token_ids: tuple[int, ...]
+    stats: RequestStats
+
+    @property
+    def tokens_per_s(self) -> float:
+        return (self.stats.completion_tokens - 1) / self.stats.decode_s if self.stats.decode_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The same prompt without and with speculation."""
+
+    off: Answer
+    on: Answer
+
+    @property
+    def identical(self) -> bool:
+        return self.off.token_ids == self.on.token_ids
+
+    @property
+    def ratio(self) -> float:
+        """Decode time off over on; 1 when an answer is too short to have any."""
+        return self.off.stats.decode_s / self.on.stats.decode_s if self.on.stats.decode_s > 0 else 1.0
+
+    @property
+    def total_ratio(self) -> float:
+        """The same with the prefill in it."""
+        off, on = self.off.stats, self.on.stats
+        return (off.prefill_s + off.decode_s) / (on.prefill_s + on.decode_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All pairs of a run, with where the speculative engine's time went (seconds)."""
+
+    pairs: tuple[Pair, ...]
+    step_s: float
+    draft_s: float
+    total_s: float
+
+    @property
+    def overhead_share(self) -> float:
+        """Python between steps (accept, commit, pack, schedule) over the whole time of the rounds."""
+        return (self.total_s - self.step_s - self.draft_s) / self.total_s
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(pair.ratio for pair in self.pairs)
+
+    @property
+    def off_tokens_per_s(self) -> float:
+        return pooled_rate([pair.off for pair in self.pairs])
+
+    @property
+    def on_tokens_per_s(self) -> float:
+        return pooled_rate([pair.on for pair in self.pairs])
+
+    @property
+    def tokens_per_round(self) -> float:
+        return pooled_tokens_per_round([pair.on for pair in self.pairs])
+
+    @property
+    def nodes_per_round(self) -> float:
+        rounds = sum(pair.on.stats.rounds for pair in self.pairs)
+        return sum(pair.on.stats.drafted + pair.on.stats.rounds for pair in self.pairs) / max(1, rounds)
+
+    @property
+    def identical_share(self) -> float:
+        return sum(pair.identical for pair in self.pairs) / len(self.pairs)
+
+
+def pooled_rate(answers: Sequence[Answer]) -> float:
+    """All tokens over all seconds: a mean of rates would weigh a short answer like a long one."""
+    seconds = sum(a.stats.decode_s for a in answers)
+    return sum(a.stats.completion_tokens - 1 for a in answers) / seconds if seconds else 0.0
+
+
+def pooled_tokens_per_round(answers: Sequence[Answer]) -> float:
+    rounds = sum(a.stats.rounds for a in answers)
+    return sum(a.stats.completion_tokens - 1 for a in answers) / rounds if rounds else 0.0
+
+
+def answer(served: Served, prompt: str, params: SamplingParams) -> Answer:
+    """Run one prompt alone, through the chat template when the model has one. Raises RuntimeError when it fails."""
+    return answer_all(served, [prompt], params)[0]
+
+
+def answer_all(served: Served, prompts: Sequence[str], params: SamplingParams) -> list[Answer]:
+    """Run prompts together (continuous batching), in order."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+    final: list[Delta | None] = [None] * len(prompts)
+
+    def receiver(i: int) -> Callable[[Delta], None]:
+        def receive(delta: Delta) -> None:
+            tokens[i].extend(delta.token_ids)
+            final[i] = delta
+
+        return receive
+
+    for i, prompt in enumerate(prompts):
+        text = served.chat.render([{"role": "user", "content": prompt}]) if served.chat else prompt
+        served.engine.submit(served.tokenizer.encode(text, add_special=True), params, receiver(i))
+    while served.engine.step():
+        pass
+    answers = []
+    for ids, last in zip(tokens, final, strict=True):
+        if last is None or last.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"a request did not finish: {last}")
+        answers.append(Answer(tuple(ids), last.stats))
+    return answers
+
+
+def compare(
+    artifact: Path,
+    prompts: Sequence[str],
+    max_tokens: int,
+    options: ServeOptions | None = None,
+    note: Note = lambda done, of: None,
+) -> Comparison:
+    """Each prompt off then on, so that both meet the same moments of the machine. Greedy."""
+    options = options or ServeOptions()
+    off = open_engine(artifact, replace(options, draft="off"))
+    on = open_engine(artifact, options)
+    params = SamplingParams(max_tokens=max_tokens)
+    try:
+        warm = SamplingParams(max_tokens=4)
+        answer(off, prompts[0], warm)
+        answer(on, prompts[0], warm)
+        clock = replace(on.engine.clock)
+        pairs = []
+        for i, prompt in enumerate(prompts):
+            pairs.append(Pair(answer(off, prompt, params), answer(on, prompt, params)))
+            note(i + 1, len(prompts))
+        now = on.engine.clock
+        return Comparison(
+            tuple(pairs), now.step_s - clock.step_s, now.draft_s - clock.draft_s, now.total_s - clock.total_s
+        )
+    finally:
+        off.close()
+        on.close()
