@@ -32,20 +32,27 @@ class Place:
 
 @dataclass(slots=True)
 class Arena:
-    """Buffers by size; rows are filled in at load time (the same number for all)."""
+    """Buffers by size; rows are filled in at load time (the same number for all).
+
+    A ``padded`` buffer has columns that must stay zero: it is never shared, neither before nor after its value's life.
+    """
 
     row_bytes: list[int] = field(default_factory=list)
     free: dict[int, list[int]] = field(default_factory=dict)
+    padded: set[int] = field(default_factory=set)
 
-    def take(self, row_bytes: int, *, reuse: bool = True) -> int:
+    def take(self, row_bytes: int, *, padded: bool = False) -> int:
         row_bytes = -(-row_bytes // 64) * 64
-        if reuse and self.free.get(row_bytes):
+        if not padded and self.free.get(row_bytes):
             return self.free[row_bytes].pop()
         self.row_bytes.append(row_bytes)
+        if padded:
+            self.padded.add(len(self.row_bytes) - 1)
         return len(self.row_bytes) - 1
 
     def give(self, buffer: int) -> None:
-        self.free.setdefault(self.row_bytes[buffer], []).append(buffer)
+        if buffer not in self.padded:
+            self.free.setdefault(self.row_bytes[buffer], []).append(buffer)
 
 
 def width(graph: Graph, name: str) -> int:
