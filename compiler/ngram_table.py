@@ -108,6 +108,16 @@ def check_table(arrays: Arrays, where: str) -> None:
             raise ArtifactError(f"{where}: level {n} of the n-gram table: {fault}", "a consistent table", _REBUILD)
 
 
+def check_vocabulary(arrays: Arrays, vocab_size: int, where: str) -> None:
+    """Raise ArtifactError if a checked table could draft a token that an LLM of ``vocab_size`` tokens does not have."""
+    most = max(int(arrays[f"tokens.{n}"].max(initial=0)) for n in range(int(arrays["meta"][1])))
+    if most >= vocab_size:
+        raise ArtifactError(
+            f"{where}: token {most} in the n-gram table", f"tokens below the LLM's {vocab_size}",
+            "use the table that was made for this LLM (flexspec tune makes one)",
+        )  # fmt: skip
+
+
 def _level_fault(level: Sequence[NDArray[Any] | None]) -> str | None:
     """What is wrong with one level's arrays, given in the order of _KINDS."""
     present = [array for array in level if array is not None and array.ndim == 1 and array.dtype.kind == "u"]

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from flexspec.cache import cache_root
 from flexspec.errors import CompileError, ToolchainError
 
 TEMPLATES = Path(__file__).resolve().parent / "templates" / "cpu"
@@ -67,13 +68,6 @@ def supported_isas() -> tuple[str, ...]:
     return (wanted,) if wanted else names
 
 
-def cache_root() -> Path:
-    """Where built libraries are kept: $FLEXSPEC_CACHE, else $XDG_CACHE_HOME/flexspec, else ~/.cache/flexspec."""
-    if "FLEXSPEC_CACHE" in os.environ:
-        return Path(os.environ["FLEXSPEC_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "flexspec"
-
-
 def find_compiler() -> str:
     """The C++ compiler: $CXX, g++ or clang++. Raises ToolchainError when there is none."""
     for name in filter(None, (os.environ.get("CXX"), "g++", "clang++")):
@@ -88,6 +82,7 @@ def header_files() -> dict[str, bytes]:
 
 
 def build_key(source: str, isa: str, compiler: str) -> str:
+    """Digest of all that the library's bytes depend on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
     digest = hashlib.sha256()
     for part in (source, isa, " ".join(ISA_FLAGS[isa] + _COMMON), version):
@@ -97,13 +92,11 @@ def build_key(source: str, isa: str, compiler: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def build(source: str, isa: str) -> bytes:
-    """Shared-library bytes of ``source`` for ``isa``. Raises ToolchainError, or CompileError in the compiler's words."""
-    return build_path(source, isa).read_bytes()
-
-
 def build_path(source: str, isa: str) -> Path:
-    """As :func:`build`, but the cached file itself."""
+    """The cached shared library of ``source`` for ``isa``, built if it is not there yet.
+
+    Raises ToolchainError without a compiler, CompileError in the compiler's words.
+    """
     compiler = find_compiler()
     cached = cache_root() / "cpu" / f"{build_key(source, isa, compiler)}.so"
     if cached.exists():

@@ -19,21 +19,23 @@ _ROWS = 8
 _SEED = 20230516  # SpecInfer's first version, arXiv 2305.09781
 
 
-def seeded_digest(
-    library: Path, weights: Sequence[NDArray[np.generic]], *, ids_below: int, outputs: int, features: int
-) -> str:
-    """sha256 of the float32 logits [8, outputs] of 8 seeded tokens below ``ids_below`` as one chain at position 0."""
+def seeded_digest(library: Path, weights: Sequence[NDArray[np.generic]]) -> str:
+    """sha256 of the float32 logits [8, outputs] of 8 seeded tokens as one chain at position 0.
+
+    Raises ArtifactError when library and weights do not belong together.
+    """
     program = CpuLibrary(library, weights, threads=1, max_rows=_ROWS, pages=1, max_positions=_ROWS)
     try:
-        return logits_digest(program, ids_below=ids_below, outputs=outputs, features=features)
+        return _logits_digest(program)
     finally:
         program.close()
 
 
-def logits_digest(program: CpuLibrary, *, ids_below: int, outputs: int, features: int) -> str:
-    """As :func:`seeded_digest` on a program that is loaded already; it uses page 0 of its pool."""
+def _logits_digest(program: CpuLibrary) -> str:
+    facts = program.facts
     rng = np.random.default_rng(_SEED)
-    ids = rng.integers(0, ids_below, _ROWS).astype(np.int32)
+    ids = rng.integers(0, facts.id_rows, _ROWS).astype(np.int32)
+    features = facts.reads_features
     states = rng.standard_normal((_ROWS, features)).astype(np.float32) if features else None
     rows = np.arange(_ROWS, dtype=np.int32)
     arrays: dict[str, NDArray[np.generic] | None] = {
@@ -47,6 +49,6 @@ def logits_digest(program: CpuLibrary, *, ids_below: int, outputs: int, features
         "ancestors": np.zeros((_ROWS, 1), np.uint64),
         "features": states,
     }
-    logits = np.empty((_ROWS, outputs), np.float32)
+    logits = np.empty((_ROWS, facts.outputs), np.float32)
     program.step(arrays, np.empty(_ROWS, np.int32), logits, None)
     return hashlib.sha256(logits.tobytes()).hexdigest()

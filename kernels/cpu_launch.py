@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.errors import CapacityError, CompileError, EngineError
+from flexspec.errors import ArtifactError, CapacityError, EngineError
+from flexspec.kernels.cpu_facts import ProgramFacts, read_facts
 
 ABI = 1
+_FIX = "compile the model again with this version"
 _POINTERS = ("ids", "positions", "starts", "contexts", "page_table", "logit_rows")
 
 
@@ -32,6 +34,28 @@ def _address(array: NDArray[np.generic] | None) -> int | None:
     return None if array is None else array.ctypes.data
 
 
+def _load(path: Path) -> tuple[ctypes.CDLL, ProgramFacts]:
+    try:
+        library = ctypes.CDLL(str(path))
+        if library.fs_abi() != ABI:
+            raise ArtifactError(f"{path.name} has ABI {library.fs_abi()}", f"ABI {ABI}", _FIX)
+        library.fs_create.restype = ctypes.c_void_p
+        return library, read_facts(library)
+    except (OSError, AttributeError, ValueError) as error:  # no library, no such function, no such constant
+        raise ArtifactError(f"{path.name} is not a program of this version ({error})", f"ABI {ABI}", _FIX) from None
+
+
+def _check_weights(path: Path, facts: ProgramFacts, weights: Sequence[NDArray[np.generic]]) -> None:
+    if not all(weight.flags.c_contiguous for weight in weights):
+        raise ArtifactError(f"weights of {path.name} with gaps", "contiguous arrays", _FIX)
+    found = [weight.nbytes for weight in weights]
+    if len(found) != len(facts.weight_bytes):
+        raise ArtifactError(f"{len(found)} weights for {path.name}", f"{len(facts.weight_bytes)}", _FIX)
+    for i, (have, wanted) in enumerate(zip(found, facts.weight_bytes, strict=True)):
+        if have != wanted:
+            raise ArtifactError(f"weight {i} of {path.name} has {have} bytes", f"{wanted} bytes", _FIX)
+
+
 class CpuLibrary:
     """One model's program with its context (weights, arena, KV pool, threads). Not thread-safe."""
 
@@ -45,15 +69,15 @@ class CpuLibrary:
         pages: int,
         max_positions: int,
     ) -> None:
-        """Raises CompileError for a library of another ABI, CapacityError when the memory cannot be had."""
-        self._lib = ctypes.CDLL(str(library))
-        if self._lib.fs_abi() != ABI:
-            raise CompileError(f"{library} has ABI {self._lib.fs_abi()}", f"ABI {ABI}", "compile the model again")
-        self._lib.fs_create.restype = ctypes.c_void_p
+        """Raises ArtifactError for a library that is none of ours or weights that are not its own, CapacityError when
+        the memory cannot be had."""
+        self._ctx: int | None = None
+        self._lib, self.facts = _load(library)
+        _check_weights(library, self.facts, weights)
         self._weights = list(weights)  # kept alive: the program reads them in place
-        table = (ctypes.c_void_p * len(weights))(*[w.ctypes.data for w in weights])
-        self._table = table
-        self._ctx = self._lib.fs_create(table, threads, max_rows, pages, max_positions)
+        self._table = table = (ctypes.c_void_p * len(weights))(*[w.ctypes.data for w in weights])
+        positions = min(max_positions, self.facts.max_positions)  # scratch is sized by them
+        self._ctx = self._lib.fs_create(table, threads, max_rows, pages, positions)
         if not self._ctx:
             raise CapacityError(
                 f"no memory for {pages} KV pages and {max_rows} rows (or AMX is not permitted here)",

@@ -6,7 +6,7 @@ bf16 tiles are [16 pairs of k][16 n][2] (1 KiB), f32 tiles [32 k][16 n] (2 KiB);
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,6 +68,24 @@ def pack(entry: PackedWeight, get: GetWeight, dtype: DType) -> NDArray[np.generi
         gate, up = (pack_tiles(get(name), dtype, TILE_N) for name in entry.names)
         return np.ascontiguousarray(np.stack([gate, up], axis=1)).reshape(-1, *gate.shape[1:])
     return pack_tiles(_stack([get(name) for name in entry.names]), dtype)
+
+
+def packed_bytes(entry: PackedWeight, shapes: Mapping[str, tuple[int, ...]], dtype: DType) -> int:
+    """Size of what :func:`pack` makes of an entry, from the shapes of the model's weights."""
+    if entry.kind in ("cos", "sin"):
+        assert entry.table is not None
+        return 4 * entry.table[0].size
+    rows = [shapes[name][0] for name in entry.names]
+    if entry.kind == "vector":
+        return 4 * _round_up(sum(rows), 32)
+    columns = _round_up(shapes[entry.names[0]][1], TILE_K)
+    if entry.kind == "swiglu":
+        return dtype.size_bytes * columns * sum(_round_up(n, TILE_N) for n in rows)
+    return dtype.size_bytes * columns * _round_up(sum(rows), 2 * TILE_N)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 def _stack(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from flexspec.errors import CompileError
 from flexspec.graph import Graph, Node
+from flexspec.kernels.cpu_facts import SYMBOL, ProgramFacts, facts_of
 from flexspec.kernels.cpu_pack import PackedWeight
 from flexspec.kernels.cpu_plan import Arena, Place, Roots, element_type, kernel_of, width
 from flexspec.ops.record import record_of
@@ -19,16 +20,12 @@ from flexspec.types import DType, Role
 
 @dataclass(frozen=True, slots=True)
 class CpuProgram:
-    """Generated source plus what the loader needs: the weight table, arena and KV sizes, result shapes."""
+    """Generated source, the weight table to pack for it, and the sizes it has compiled in."""
 
     source: str
     weights: tuple[PackedWeight, ...]
     dtype: DType
-    layers: int
-    row_bytes: int
-    vocab_size: int
-    feature_columns: int  # columns of features_out; 0 when the model exports none
-    reads_features: bool
+    facts: ProgramFacts
 
 
 @dataclass(slots=True)
@@ -69,8 +66,8 @@ class Emitter:
         columns = columns or self.columns(name)
         ld = -(-columns // 32) * 32
         elem = elem and self.dtype is DType.BF16
-        # A matrix product reads whole tiles of k: padding columns must stay zero, so such a buffer is never shared.
-        buffer = self.arena.take(ld * (2 if elem else 4), reuse=columns % 32 == 0)
+        # A matrix product reads whole tiles of k, and 0 * NaN is not 0: padding columns must stay zero for good.
+        buffer = self.arena.take(ld * (2 if elem else 4), padded=columns % 32 != 0)
         place = Place(buffer, elem, ld)
         self.places.setdefault(self.roots.root[name], {})[elem] = place
         return place
@@ -174,6 +171,7 @@ def _finish(e: Emitter) -> CpuProgram:
     if e.layer_types:
         elem, _, kv_heads, size = e.layer_types[0].split(", ")
         kv = f"KvLayout<{elem}, {kv_heads}, {size}>"
+    facts = facts_of(e.graph, tuple(e.table), e.dtype, e.feature_column)
     source = PROGRAM.format(
         name=e.graph.name,
         hash=e.graph.hash(),
@@ -186,13 +184,10 @@ def _finish(e: Emitter) -> CpuProgram:
         if kv
         else "(void)layer, (void)n, (void)src, (void)dst",
         body="\n".join(e.lines),
+        symbol=SYMBOL,
+        facts=", ".join(str(number) for number in facts.numbers()),
     )
-    vocab = e.graph.types()[e.graph.outputs[0]].dims[-1]
-    assert isinstance(vocab, int)
-    features = any(v.type.role is Role.ACTIVATION for v in e.graph.inputs)
-    return CpuProgram(
-        source, tuple(e.table), e.dtype, len(e.layer_types), total, vocab, e.feature_column, features
-    )  # fmt: skip
+    return CpuProgram(source, tuple(e.table), e.dtype, facts)
 
 
 def record_expression(node: Node) -> str:
@@ -233,4 +228,10 @@ struct Program {{
 }}  // namespace
 
 FS_ENTRY(Program)
+
+// Kept by kernels/cpu_facts.py: how many numbers follow, five sizes, the bytes of each weight.
+extern "C" {{
+extern const long long {symbol}[];
+const long long {symbol}[] = {{{facts}}};
+}}
 """

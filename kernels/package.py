@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from flexspec.compiler.artifact_writer import ArtifactWriter
 from flexspec.compiler.frontends.open_model import LoadedModel, check_weights, open_model
-from flexspec.compiler.ngram_table import load_table
+from flexspec.compiler.model_record import LLM, ModelRecord, PartRecord
+from flexspec.compiler.ngram_table import check_vocabulary, load_table
 from flexspec.compiler.pipeline import LLM_PASSES, SSM_PASSES, run_passes
 from flexspec.compiler.plan import single_rank
 from flexspec.errors import CompileError, TokenizerError
@@ -134,7 +135,7 @@ def _parts(
     check_weights(llm.weights, expected_weights(plain), llm_path)
     graph = graft_fuse_head(build_model(llm.config, options.dtype, taps=taps)) if fused else plain
     head = fused.weights.get if fused else llm.weights.get
-    parts = [_part("llm", llm, graph, lambda n: (head if n.startswith("fuse.") else llm.weights.get)(n), options)]
+    parts = [_part(LLM, llm, graph, lambda n: (head if n.startswith("fuse.") else llm.weights.get)(n), options)]
     for i, (ssm, path) in enumerate(zip(ssms, ssm_paths, strict=True)):
         name = "ssm" if i == 0 else f"ssm{i + 1}"
         if ssm.config.family == "fused_state":
@@ -170,7 +171,7 @@ def _fused_part(
 
 def _part(name: str, model: LoadedModel, graph: Graph, get: GetWeight, options: CompileOptions) -> _Part:
     dump = options.dump_ir / name if options.dump_ir else None
-    lowered = run_passes(graph, LLM_PASSES if name == "llm" else SSM_PASSES, dump)
+    lowered = run_passes(graph, LLM_PASSES if name == LLM else SSM_PASSES, dump)
     return _Part(name, model, graph, lowered, get, render(lowered))
 
 
@@ -190,7 +191,7 @@ def _add_weights(writer: ArtifactWriter, parts: Sequence[_Part], progress: Progr
                 array = pack(entry, part.get, part.program.dtype)
                 place = [file, f"{i:03d}.{entry.kind}"]
                 tensors[place[1]] = array
-            if part.name == "llm" and entry.names == ("embed_tokens.weight",):
+            if part.name == LLM and entry.names == ("embed_tokens.weight",):
                 shared["embed_tokens.weight"] = (place, array)
             part.places.append(place)
             part.arrays.append(array)
@@ -216,13 +217,7 @@ def _add_program(writer: ArtifactWriter, part: _Part, options: CompileOptions, p
         library = build_path(part.program.source, isa)
         writer.add_file(f"{folder}/{isa}.so", library)
         if isa in supported_isas():
-            digests[isa] = seeded_digest(
-                library,
-                part.arrays,
-                ids_below=part.model.config.vocab_size,
-                outputs=part.program.vocab_size,
-                features=part.model.config.hidden_size if part.program.reads_features else 0,
-            )
+            digests[isa] = seeded_digest(library, part.arrays)
     progress(f"compiling {part.name}", len(isas), len(isas))
     return digests
 
@@ -237,7 +232,7 @@ def _add_gpu_kernels(
 
     shapes = [
         AttentionShape(
-            "tree_verify" if part.name == "llm" else "incremental",
+            "tree_verify" if part.name == LLM else "incremental",
             part.model.config.heads,
             part.model.config.kv_heads,
             part.model.config.head_dim,
@@ -270,46 +265,47 @@ def _add_tables(
         writer.add_bytes("chat_template.jinja", llm.chat_template.encode())
     table = next((path / NGRAM_FILE for path in ssm_paths if (path / NGRAM_FILE).is_file()), None)
     if table is not None:
-        load_table(table)  # refuse a damaged one now, not when it is served
+        # Refuse a damaged one, or another model's, now and not when it is served.
+        check_vocabulary(load_table(table), llm.config.vocab_size, str(table))
         writer.add_file(NGRAM_FILE, table)
     writer.add_json("checks.json", checks)
     writer.add_json("plan.json", single_rank(llm.config.layers, len(parts) - 1, options.draft).to_json())
-    writer.add_json("model.json", _model_record(parts, options))
+    writer.add_json("model.json", _model_record(parts, options).to_json())
 
 
-def _model_record(parts: Sequence[_Part], options: CompileOptions) -> dict[str, Any]:
+def _model_record(parts: Sequence[_Part], options: CompileOptions) -> ModelRecord:
     llm = parts[0].model
-    return {
-        "name": llm.name,
-        "source_hash": llm.source_hash,
-        "dtype": options.dtype.value,
-        "bos_id": llm.config.bos_id,
-        "eos_ids": list(llm.config.eos_ids),
-        "special_tokens": dict(llm.extra.get("special_tokens", {})),
-        "models": [_part_record(part) for part in parts],
-    }
+    return ModelRecord(
+        name=llm.name,
+        source_hash=llm.source_hash,
+        dtype=options.dtype.value,
+        bos_id=llm.config.bos_id,
+        eos_ids=tuple(llm.config.eos_ids),
+        special_tokens=dict(llm.extra.get("special_tokens", {})),
+        models=tuple(_part_record(part) for part in parts),
+    )
 
 
-def _part_record(part: _Part) -> dict[str, Any]:
-    config = part.model.config
+def _part_record(part: _Part) -> PartRecord:
+    config, facts = part.model.config, part.program.facts
     keep = part.model.extra.get("keep_ids")
-    return {
-        "name": part.name,
-        "family": config.family,
-        "graph_hash": part.graph.hash(),
-        "layers": config.layers,
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "outputs": part.program.vocab_size,
-        "max_positions": config.max_positions,
-        "feature_columns": part.program.feature_columns,
-        "reads_features": config.hidden_size if part.program.reads_features else 0,
-        "keep_ids": None if keep is None else [int(i) for i in keep],
-        "weights": part.places,
-        "parameter_bytes": sum(v.type.bytes({}) for v in part.graph.inputs_of(Role.WEIGHT)),
-    }
+    return PartRecord(
+        name=part.name,
+        family=config.family,
+        graph_hash=part.graph.hash(),
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        outputs=facts.outputs,
+        max_positions=config.max_positions,
+        feature_columns=facts.feature_columns,
+        reads_features=facts.reads_features,
+        parameter_bytes=sum(v.type.bytes({}) for v in part.graph.inputs_of(Role.WEIGHT)),
+        keep_ids=None if keep is None else tuple(int(i) for i in keep),
+        weights=tuple((file, tensor) for file, tensor in part.places),
+    )
 
 
 def _tools(options: CompileOptions) -> dict[str, str]:

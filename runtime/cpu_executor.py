@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,29 +13,8 @@ from flexspec.graph import Graph
 from flexspec.kernels.cpu_build import build_path, supported_isas
 from flexspec.kernels.cpu_launch import CpuLibrary
 from flexspec.kernels.cpu_pack import GetWeight, pack
-from flexspec.kernels.cpu_render import CpuProgram, render
-from flexspec.runtime.step import StepBatch, StepResult
-from flexspec.types import Role
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramShape:
-    """What a step returns and reads, and how far its position tables go."""
-
-    vocab_size: int
-    max_positions: int
-    feature_columns: int = 0  # width of the features the model exports
-    reads_features: int = 0  # width of the features it reads
-
-
-def shape_of(program: CpuProgram, graph: Graph) -> ProgramShape:
-    """The shape of a rendered program; positions end where the shortest rotary table does."""
-    limits = [node.attr("max_positions") for node in graph.nodes if node.op == "rope"]
-    features = [v.type.dims[-1] for v in graph.inputs if v.type.role is Role.ACTIVATION]
-    read = features[0] if features else 0
-    assert isinstance(read, int)
-    end = min((limit for limit in limits if isinstance(limit, int)), default=2**31 - 1)
-    return ProgramShape(program.vocab_size, end, program.feature_columns, read)
+from flexspec.kernels.cpu_render import render
+from flexspec.runtime.step import PAGE_TOKENS, StepBatch, StepResult
 
 
 class CpuExecutor:
@@ -46,21 +24,22 @@ class CpuExecutor:
         self,
         library: Path,
         weights: Sequence[NDArray[np.generic]],
-        shape: ProgramShape,
         *,
         pages: int,
         max_rows: int = 256,
         threads: int = 1,
     ) -> None:
-        self.vocab_size = shape.vocab_size
-        self.max_positions = shape.max_positions
+        """Raises ArtifactError when library and weights do not belong together, CapacityError for too little memory."""
         self.max_rows = max_rows
         self.pages = pages
         self.threads = threads
-        self.shape = shape
+        positions = pages * PAGE_TOKENS  # none lies behind the pool's last slot
         self._library = CpuLibrary(
-            library, weights, threads=threads, max_rows=max_rows, pages=pages, max_positions=shape.max_positions
+            library, weights, threads=threads, max_rows=max_rows, pages=pages, max_positions=positions
         )
+        self.facts = self._library.facts
+        self.vocab_size = self.facts.outputs
+        self.max_positions = min(self.facts.max_positions, positions)
 
     @classmethod
     def from_graph(
@@ -75,21 +54,16 @@ class CpuExecutor:
         isa = supported_isas()[0]
         library = build_path(program.source, isa)
         packed = [pack(entry, get, program.dtype) for entry in program.weights]
-        return cls(library, packed, shape_of(program, graph), pages=pages, max_rows=max_rows, threads=threads)
+        return cls(library, packed, pages=pages, max_rows=max_rows, threads=threads)
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
-        """Run one step. Raises EngineError for more rows than max_rows or positions behind the tables."""
-        rows, wanted = len(batch.ids_T), len(batch.logit_rows_L)
-        if rows > self.max_rows or (rows and int(batch.positions_T.max()) >= self.max_positions):
-            raise EngineError(
-                f"a step of {rows} rows up to position {int(batch.positions_T.max())}",
-                f"at most {self.max_rows} rows below position {self.max_positions}",
-                "split the step; the scheduler's limits are wrong",
-            )
+        """Run one step. Raises EngineError for rows, tokens or positions that the program has no room for."""
+        self._check(batch)
+        wanted = len(batch.logit_rows_L)
         argmax = np.full(wanted, -1, np.int32)
         logits = np.empty((wanted, self.vocab_size), np.float32) if want_logits else None
-        columns = self.shape.feature_columns if want_features else 0
-        features = np.empty((rows, columns), np.float32) if columns else None
+        columns = self.facts.feature_columns if want_features else 0
+        features = np.empty((len(batch.ids_T), columns), np.float32) if columns else None
         arrays: dict[str, NDArray[np.generic] | None] = {
             "ids": batch.ids_T,
             "positions": batch.positions_T,
@@ -107,6 +81,25 @@ class CpuExecutor:
                 "logits that are not finite", "finite logits", "check the weights; bf16 may overflow where f32 does not"
             )
         return StepResult(argmax, logits, features)
+
+    def _check(self, batch: StepBatch) -> None:
+        """The kernels trust their input: what could make them read elsewhere is refused here."""
+        rows = len(batch.ids_T)
+        if not 0 < rows <= self.max_rows or int(batch.positions_T.max()) >= self.max_positions:
+            raise EngineError(
+                f"a step of {rows} rows up to position {int(batch.positions_T.max(initial=-1))}",
+                f"1 to {self.max_rows} rows below position {self.max_positions}",
+                "split the step; the scheduler's limits are wrong",
+            )
+        if int(batch.ids_T.min()) < 0 or int(batch.ids_T.max()) >= self.facts.id_rows:
+            raise EngineError(
+                f"token ids from {batch.ids_T.min()} to {batch.ids_T.max()}",
+                f"ids from 0 to {self.facts.id_rows - 1}",
+                "the drafts come from another model's tokens; use sources made for this LLM",
+            )
+        width = self.facts.reads_features
+        if width and (batch.features_TE is None or batch.features_TE.shape != (rows, width)):
+            raise EngineError("a step without its features", f"[{rows}, {width}]", "feed the LLM's features to the SSM")
 
     def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
         self._library.move_kv(np.ascontiguousarray(src_slots, np.int32), np.ascontiguousarray(dst_slots, np.int32))

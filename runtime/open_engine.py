@@ -8,24 +8,27 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexspec.compiler.artifact import Artifact, open_artifact
-from flexspec.compiler.ngram_table import check_table
+from flexspec.compiler.model_record import LLM, ModelRecord, PartRecord, record_from_json
+from flexspec.compiler.ngram_table import check_table, check_vocabulary
 from flexspec.compiler.plan import Plan, plan_from_json
-from flexspec.errors import ArtifactError
+from flexspec.errors import ArtifactError, CapacityError, RequestError
 from flexspec.kernels.cpu_build import supported_isas
 from flexspec.kernels.cpu_check import seeded_digest
 from flexspec.runtime.chat import ChatRenderer
-from flexspec.runtime.cpu_executor import CpuExecutor, ProgramShape
+from flexspec.runtime.cpu_executor import CpuExecutor
 from flexspec.runtime.drafters.base import Drafter
 from flexspec.runtime.drafters.budget import StepCost
 from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
-from flexspec.runtime.drafters.plan import DraftPlan
+from flexspec.runtime.drafters.plan import DraftPlan, worst_case
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
@@ -36,6 +39,9 @@ from flexspec.runtime.step import PAGE_TOKENS, Executor
 from flexspec.runtime.tokenizer import Detokenizer, Tokenizer
 
 DEFAULT_DRAFT = "auto"
+NGRAM_FILE = "ngram.safetensors"
+CHAT_FILE = "chat_template.jinja"
+_REBUILD = "compile the model again"
 
 
 def default_draft(ssms: int) -> str:
@@ -56,6 +62,11 @@ class ServeOptions:
     context_tokens: int = 0  # 0 = as long as the model and the pool allow
     measure: bool = True  # time a few steps at start, so that the tree budget knows its costs
     verify: bool = True  # check all digests and run the self-test
+
+    @property
+    def pages(self) -> int:
+        """KV pages of each model's pool."""
+        return -(-self.kv_tokens // PAGE_TOKENS)
 
 
 @dataclass(slots=True)
@@ -80,28 +91,26 @@ class Served:
 def open_engine(path: Path, options: ServeOptions, observer: Observer | None = None) -> Served:
     """Open ``path`` and assemble its engine. Raises ArtifactError, CapacityError, RequestError for a bad draft plan."""
     artifact = open_artifact(path, verify=options.verify)
-    record = artifact.read_json("model.json")
+    record = record_from_json(artifact.read_json("model.json"))
     plan = plan_from_json(artifact.read_json("plan.json"))
     isa = _choose_isa(artifact)
-    names = [model["name"] for model in record["models"]]
-    draft = _draft_plan(options.draft, plan, names, "ngram.safetensors" in artifact.names())
-    tensors = {f"weights/{name}.safetensors": artifact.tensors(f"weights/{name}.safetensors") for name in names}
-    wanted = [m for m in record["models"] if m["name"] == "llm" or m["name"] in draft.sources]
-    executors: list[Executor] = [_executor(artifact, isa, model, tensors, options) for model in wanted]
-    llm = executors[0]
-    tokenizer = Tokenizer(artifact.read_bytes("tokenizer.json"), record["eos_ids"], record["bos_id"])
-    planned = PlannedDrafter(draft, _drafters(artifact, draft, wanted, executors))
-    context = min(record["models"][0]["max_positions"], llm.pages * PAGE_TOKENS - planned.limits.max_nodes - 1)
-    context = min(context, options.context_tokens or context)
-    limits = Limits(context, max_running=options.max_requests)
-    engine = Engine(llm, planned, lambda: Detokenizer(tokenizer), record["eos_ids"], limits, observer)
-    if options.measure and draft.method != "off":
-        planned.step_cost, engine.plain_step_s = measure_steps(llm, draft.max_nodes)
-    chat = None
-    if "chat_template.jinja" in artifact.names():
-        template = artifact.read_bytes("chat_template.jinja").decode()
-        chat = ChatRenderer(template, record["special_tokens"])
-    return Served(record["name"], engine, tokenizer, chat, plan, draft, isa, context, executors)
+    draft = _choose_draft(options.draft, plan, _sources(artifact, record))
+    context = _context_tokens(record, draft, options)
+    tokenizer = Tokenizer(artifact.read_bytes("tokenizer.json"), record.eos_ids, record.bos_id)
+    chat = _chat(artifact, record)
+    with ExitStack() as opened:
+        wanted = [part for part in record.models if part.name == LLM or part.name in draft.sources]
+        executors = []
+        for part in wanted:
+            executors.append(_executor(artifact, isa, part, options))
+            opened.callback(executors[-1].close)
+        planned = PlannedDrafter(draft, _drafters(artifact, draft, wanted, executors))
+        limits = Limits(context, max_running=options.max_requests)
+        engine = Engine(executors[0], planned, lambda: Detokenizer(tokenizer), record.eos_ids, limits, observer)
+        if options.measure and draft.method != "off":
+            planned.step_cost, engine.plain_step_s = measure_steps(executors[0], planned.limits.max_nodes)
+        opened.pop_all()
+    return Served(record.name, engine, tokenizer, chat, plan, draft, isa, context, list(executors))
 
 
 def _choose_isa(artifact: Artifact) -> str:
@@ -114,44 +123,86 @@ def _choose_isa(artifact: Artifact) -> str:
     raise AssertionError("require_target raises for a target that is not there")
 
 
-def _draft_plan(text: str, plan: Plan, models: Sequence[str], has_table: bool) -> DraftPlan:
-    """The draft plan asked for; "auto" is the artifact's, with every source it holds."""
-    if text != DEFAULT_DRAFT:
-        parsed = DraftPlan.parse(text)
-        missing = [s for s in parsed.sources if s.startswith("ssm") and s not in models]
-        missing += [s for s in parsed.sources if s == "ngram" and not has_table]
-        if missing and parsed.method != "off":
-            raise ArtifactError(
-                f"the artifact holds no {', '.join(missing)}",
-                f"sources among {', '.join(_sources(models, has_table))}",
-                "compile it with --ssm DIR, or name other sources",
-            )
-        return parsed
-    parsed = DraftPlan.parse(plan.draft_for(1))
-    kept = tuple(s for s in parsed.sources if s in _sources(models, has_table))
-    return replace(parsed, sources=kept) if parsed.method != "off" else parsed
+def _sources(artifact: Artifact, record: ModelRecord) -> tuple[str, ...]:
+    """Names of all sources of drafts that the artifact has."""
+    table = (NGRAM_FILE,) if NGRAM_FILE in artifact.names() else ()
+    return ("suffix", *("ngram" for _ in table), *(part.name for part in record.models if part.name != LLM))
 
 
-def _sources(models: Sequence[str], has_table: bool) -> tuple[str, ...]:
-    return ("suffix", *(("ngram",) if has_table else ()), *(m for m in models if m != "llm"))
+def _choose_draft(text: str, plan: Plan, sources: Sequence[str]) -> DraftPlan:
+    """The draft plan asked for, with all ``sources`` unless it names its own; "auto" is the artifact's."""
+    if text == DEFAULT_DRAFT:
+        try:
+            stored = DraftPlan.parse(plan.draft_for(1))
+        except RequestError as error:
+            raise ArtifactError(f"plan.json holds {error.found}", error.expected, "compile the model again") from None
+        kept = tuple(source for source in stored.sources if source in sources)
+        return replace(stored, sources=kept) if kept else DraftPlan(method="off")
+    parsed = DraftPlan.parse(text)
+    if parsed.method in ("chain", "budget") and "sources=" not in text:
+        return replace(parsed, sources=tuple(sources))
+    missing = [source for source in parsed.sources if source not in sources]
+    if missing and parsed.method != "off":
+        raise ArtifactError(
+            f"the artifact holds no {', '.join(missing)} for --draft {text}",
+            f"sources among {', '.join(sources)}",
+            "compile it with --ssm DIR, or name other sources",
+        )
+    return parsed
 
 
-def _executor(
-    artifact: Artifact, isa: str, model: dict[str, Any], tensors: dict[str, Any], options: ServeOptions
-) -> CpuExecutor:
-    library = artifact.file(f"kernels/cpu/{model['name']}/{isa}.so")
-    weights = [tensors[file][name] for file, name in model["weights"]]
+def _context_tokens(record: ModelRecord, draft: DraftPlan, options: ServeOptions) -> int:
+    """Longest prompt plus output of one request: the model's, the pool's with one tree behind it, and the option's."""
+    tree = worst_case(draft).max_nodes + 1
+    room = options.pages * PAGE_TOKENS - tree
+    if room < 2:
+        raise CapacityError(
+            f"a KV pool of {options.kv_tokens} tokens",
+            f"at least {tree + 2} for trees of {tree} nodes",
+            "raise --kv-tokens, or choose a smaller --draft",
+        )
+    longest = min(record.models[0].max_positions, room)
+    return min(longest, options.context_tokens or longest)
+
+
+def _chat(artifact: Artifact, record: ModelRecord) -> ChatRenderer | None:
+    if CHAT_FILE not in artifact.names():
+        return None
+    try:
+        template = artifact.read_bytes(CHAT_FILE).decode()
+    except UnicodeDecodeError as error:
+        raise ArtifactError(f"{CHAT_FILE} is not UTF-8 ({error})", "a text", "compile the model again") from None
+    return ChatRenderer(template, record.special_tokens)
+
+
+def _executor(artifact: Artifact, isa: str, part: PartRecord, options: ServeOptions) -> CpuExecutor:
+    library = artifact.file(f"kernels/cpu/{part.name}/{isa}.so")
+    weights = _weights(artifact, part)
     if options.verify:
-        _self_test(artifact, isa, model, library, weights)
-    shape = ProgramShape(model["outputs"], model["max_positions"], model["feature_columns"], model["reads_features"])
-    return CpuExecutor(
+        _self_test(artifact, isa, part.name, library, weights)
+    executor = CpuExecutor(
         library,
         weights,
-        shape,
-        pages=-(-options.kv_tokens // PAGE_TOKENS),
-        max_rows=options.max_rows,
+        pages=options.pages,
+        max_rows=max(options.max_rows, options.max_requests),  # every request needs one
         threads=options.threads or default_threads(),
     )
+    facts = executor.facts
+    found = (facts.outputs, facts.id_rows, facts.feature_columns, facts.reads_features)
+    recorded = (part.outputs, part.vocab_size, part.feature_columns, part.reads_features)
+    if found != recorded or part.max_positions > facts.max_positions:
+        executor.close()
+        raise ArtifactError(f"model.json tells other sizes of {part.name} than its program", f"{facts}", _REBUILD)
+    return executor
+
+
+def _weights(artifact: Artifact, part: PartRecord) -> list[NDArray[Any]]:
+    """The arrays of the program's weight table; a model may use another one's file."""
+    files = {file: artifact.tensors(file) for file in dict.fromkeys(file for file, _ in part.weights)}
+    missing = [tensor for file, tensor in part.weights if tensor not in files[file]]
+    if missing:
+        raise ArtifactError(f"no tensor {missing[0]} for {part.name}", "every weight of its program", _REBUILD)
+    return [files[file][tensor] for file, tensor in part.weights]
 
 
 def default_threads() -> int:
@@ -162,46 +213,47 @@ def default_threads() -> int:
     return max(1, min(8, cores))
 
 
-def _self_test(artifact: Artifact, isa: str, model: dict[str, Any], library: Path, weights: list[Any]) -> None:
-    expected = artifact.read_json("checks.json").get(model["name"], {}).get(isa)
+def _self_test(artifact: Artifact, isa: str, name: str, library: Path, weights: Sequence[NDArray[Any]]) -> None:
+    try:
+        expected = artifact.read_json("checks.json").get(name, {}).get(isa)
+    except AttributeError:
+        raise ArtifactError("checks.json holds no table of digests", "one for each model", _REBUILD) from None
     if expected is None:  # compiled on a machine that could not run this instruction set
         return
-    found = seeded_digest(
-        library,
-        weights,
-        ids_below=model["vocab_size"],
-        outputs=model["outputs"],
-        features=model["reads_features"],
-    )
+    found = seeded_digest(library, weights)
     if found != expected:
         raise ArtifactError(
-            f"{model['name']} on {isa} computes other logits ({found[:12]}) than at compile time ({expected[:12]})",
+            f"{name} on {isa} computes other logits ({found[:12]}) than at compile time ({expected!s:.12})",
             "the same bytes",
             f"rebuild it: {artifact.manifest.rebuild}; if it persists set FLEXSPEC_CPU_ISA=avx512 or avx2",
         )
 
 
 def _drafters(
-    artifact: Artifact, draft: DraftPlan, models: Sequence[dict[str, Any]], executors: Sequence[Executor]
+    artifact: Artifact, draft: DraftPlan, models: Sequence[PartRecord], executors: Sequence[Executor]
 ) -> list[Drafter]:
+    """The drafters of the plan's sources; ``models`` and ``executors`` are the LLM's first."""
     if draft.method == "off":
         return []
+    vocab_size = executors[0].vocab_size
     made: list[Drafter] = [SuffixDrafter()]
     if "ngram" in draft.sources:
-        table = artifact.tensors("ngram.safetensors")
-        check_table(table, "ngram.safetensors")
+        table = artifact.tensors(NGRAM_FILE)
+        check_table(table, NGRAM_FILE)
+        check_vocabulary(table, vocab_size, NGRAM_FILE)
         made.append(NgramDrafter(NgramModel(table)))
-    for model, executor in zip(models[1:], executors[1:], strict=True):
-        keep = None if model["keep_ids"] is None else np.array(model["keep_ids"], np.int64)
+    for part, executor in zip(models[1:], executors[1:], strict=True):
+        if part.vocab_size != vocab_size:
+            raise ArtifactError(f"{part.name} has {part.vocab_size} tokens", f"the LLM's {vocab_size}", _REBUILD)
         made.append(
             SsmDrafter(
                 executor,
                 draft.expansion,
-                models[0]["vocab_size"],
-                keep_ids=keep,
-                reads_features=bool(model["reads_features"]),
+                vocab_size,
+                keep_ids=None if part.keep_ids is None else np.array(part.keep_ids, np.int64),
+                reads_features=bool(part.reads_features),
                 sampled=draft.sampled,
-                name=model["name"],
+                name=part.name,
             )
         )
     return made

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise CompileError(f"--isa {unknown[0]}", f"one of {', '.join(ISA_FLAGS)}", "correct the name")
     if not 1 <= args.max_tree <= 512:
         raise CompileError(f"--max-tree {args.max_tree}", "1 to 512 nodes", "choose a size in that range")
-    draft = str(DraftPlan.parse(args.draft)) if args.draft else default_draft(len(args.ssm))
+    draft = str(DraftPlan.parse(args.draft or default_draft(len(args.ssm))))
     options = CompileOptions(DType(args.dtype), targets, isas, draft, args.max_tree, args.dump_ir)
     argv = ["flexspec", *sys.argv[1:]]
     with progress_bars() as progress:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 from flexspec.compiler.frontends.loaded_model import LoadedModel
 from flexspec.compiler.pipeline import LLM_PASSES, run_passes
 from flexspec.errors import TokenizerError
-from flexspec.kernels.cpu_build import build, supported_isas
-from flexspec.kernels.cpu_pack import pack
-from flexspec.kernels.cpu_render import render
 from flexspec.models.llama import build_llama
 from flexspec.runtime.chat import render_chat
-from flexspec.runtime.cpu_executor import CpuExecutor, ProgramShape
+from flexspec.runtime.cpu_executor import CpuExecutor
 from flexspec.runtime.tokenizer import Tokenizer
 from flexspec.runtime.tune.prompts import ChatFrame
 from flexspec.types import DType
@@ -40,10 +34,4 @@ def open_executor(
 ) -> CpuExecutor:
     """Generate, build and load the LLM's CPU program with its taps. Raises what compilation and weights raise."""
     graph = run_passes(build_llama(model.config, DType.BF16, taps=tap_layers), LLM_PASSES)
-    program = render(graph)
-    weights = [pack(entry, model.weights.get, DType.BF16) for entry in program.weights]
-    shape = ProgramShape(program.vocab_size, model.config.max_positions, program.feature_columns)
-    with tempfile.TemporaryDirectory(prefix="flexspec-") as folder:
-        library = Path(folder) / "llm.so"  # stays mapped after the file is gone
-        library.write_bytes(build(program.source, supported_isas()[0]))
-        return CpuExecutor(library, weights, shape, pages=pages, max_rows=max_rows, threads=threads)
+    return CpuExecutor.from_graph(graph, model.weights.get, pages=pages, max_rows=max_rows, threads=threads)
