@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from flexspec.compiler.pipeline import LLM_PASSES, SSM_PASSES, run_passes
 from flexspec.errors import ToolchainError, WeightError
 from flexspec.graph import Graph
 from flexspec.models.config import ModelConfig
+from flexspec.models.fused_state import build_fused_state
 from flexspec.models.llama import build_llama
 from flexspec.runtime.step import PAGE_TOKENS, StepBatch
 from flexspec.runtime.triton_executor import TritonExecutor
@@ -69,8 +71,10 @@ class Pair:
         self.tokens: list[int] = []
         self.difference = 0.0
 
-    def step(self, parts: list[tuple[list[int] | TokenTree, int, list[int]]]) -> list[int]:
-        batch = batch_of(parts)
+    def step(
+        self, parts: list[tuple[list[int] | TokenTree, int, list[int]]], features_TE: NDArray[np.float32] | None = None
+    ) -> list[int]:
+        batch = replace(batch_of(parts), features_TE=features_TE)
         right, ours = (each.step(batch, want_logits=True) for each in (self.reference, self.triton))
         assert right.logits_LV is not None and ours.logits_LV is not None
         self._compare(right.logits_LV, ours.logits_LV)
@@ -143,6 +147,15 @@ def incremental() -> dict[str, Any]:
     return pair.report()
 
 
+def hidden_state_ssm() -> dict[str, Any]:
+    """An SSM that reads features and returns its own: a prompt, then two children of a node."""
+    pair, pages = Pair(run_passes(build_fused_state(CONFIG, DType.F32, reduced_vocab_size=29), SSM_PASSES)), [2]
+    rng = np.random.default_rng(5)
+    pair.step([([3, 1, 4, 1, 5], 0, pages)], rng.standard_normal((5, 48)).astype(np.float32))
+    pair.step([(TokenTree((9, 2, 6), (-1, 0, 0)), 5, pages)], rng.standard_normal((3, 48)).astype(np.float32))
+    return pair.report()
+
+
 def refusals() -> dict[str, str]:
     """Errors of constructors that can only be reached under the interpreter."""
     graph, told = build_llama(CONFIG, DType.F32), {}
@@ -177,7 +190,7 @@ def moves_in_order() -> dict[str, bool]:
 
 
 def all_scenarios() -> dict[str, dict[str, Any]]:
-    runs = (plain_decoding, tree_decoding, two_requests, incremental, refusals, moves_in_order)
+    runs = (plain_decoding, tree_decoding, two_requests, incremental, hidden_state_ssm, refusals, moves_in_order)
     return {run.__name__: run() for run in runs}
 
 
@@ -186,7 +199,7 @@ def reports() -> Any:
     return interpreted(__file__, "all_scenarios")
 
 
-@pytest.mark.parametrize("name", ["plain_decoding", "tree_decoding", "two_requests", "incremental"])
+@pytest.mark.parametrize("name", ["plain_decoding", "tree_decoding", "two_requests", "incremental", "hidden_state_ssm"])
 def test_greedy_tokens_equal_the_reference(reports: dict[str, Any], name: str) -> None:
     report = reports[name]
     assert report["tokens"] == report["expected"] and len(set(report["tokens"])) >= 3
