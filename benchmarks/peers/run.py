@@ -104,11 +104,14 @@ def run_variant(name: str, python: Path, arguments: list[str], environment: dict
     return result
 
 
-def summarise(result: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Pooled rates of one run, and what it wrote, to be looked at."""
+def summarise(result: dict[str, Any], tokenizer: Tokenizer, batch: int) -> dict[str, Any]:
+    """Pooled rates of one run, and what it wrote, to be looked at.
+
+    The times of requests that ran side by side overlap, so with a batch only the rate over the wall clock is given.
+    """
     completions = result["completions"]
     new_tokens = sum(len(c["output_ids"]) for c in completions)
-    decode_s = sum(c["decode_s"] for c in completions)
+    decode_s = sum(c["decode_s"] for c in completions) if batch == 1 else 0.0
     return {
         "version": result["version"],
         "requests": len(completions),
@@ -116,7 +119,7 @@ def summarise(result: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
         "wall_s": round(result["wall_s"], 3),
         "tokens_per_s": round(new_tokens / result["wall_s"], 2),
         "decode_tokens_per_s": round((new_tokens - len(completions)) / decode_s, 2) if decode_s else None,
-        "prefill_s": round(sum(c["prefill_s"] for c in completions), 3),
+        "prefill_s": round(sum(c["prefill_s"] for c in completions), 3) if batch == 1 else None,
         "sample": tokenizer.decode(completions[0]["output_ids"])[:300],
         "output_ids": [c["output_ids"] for c in completions],
     }
@@ -140,7 +143,7 @@ def measure(name: str, args: argparse.Namespace, paths: dict[str, Path], tokeniz
         arguments += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
     runs = []
     for environment in peer.variants:
-        run = summarise(run_variant(name, python, arguments, environment), tokenizer)
+        run = summarise(run_variant(name, python, arguments, environment), tokenizer, args.batch)
         print(f"{name} {environment or ''}: {run['tokens_per_s']} tokens/s", file=sys.stderr)
         if is_sane(run["sample"]):
             runs.append(run | {"environment": environment})
@@ -186,7 +189,8 @@ def main() -> int:
             report["peers"][name] = {"absent": str(error)}
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     for name, entry in report["peers"].items():
-        shown = entry.get("absent") or f"{entry['tokens_per_s']} tokens/s ({entry['decode_tokens_per_s']} decoding)"
+        decoding = f" ({entry['decode_tokens_per_s']} decoding)" if entry.get("decode_tokens_per_s") else ""
+        shown = entry.get("absent") or f"{entry['tokens_per_s']} tokens/s{decoding}"
         print(f"{name:14} {shown}")
     return 0
 

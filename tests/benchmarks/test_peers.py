@@ -84,9 +84,12 @@ def test_rates_are_pooled(prepared: tuple[dict[str, Path], Tokenizer]) -> None:
         return {"output_ids": [7] * tokens, "prefill_s": 0.5, "decode_s": decode_s}
 
     result = {"version": "x", "wall_s": 20.0, "completions": [completion(11, 1.0), completion(90, 9.0)]}
-    summary = summarise(result, prepared[1])
+    summary = summarise(result, prepared[1], batch=1)
     assert summary["tokens_per_s"] == pytest.approx(101 / 20, abs=0.01)
     assert summary["decode_tokens_per_s"] == pytest.approx(99 / 10, abs=0.01)
+    side_by_side = summarise(result, prepared[1], batch=2)
+    assert side_by_side["tokens_per_s"] == summary["tokens_per_s"]
+    assert side_by_side["decode_tokens_per_s"] is None
 
 
 def test_nonsense_is_told_from_text() -> None:
