@@ -19,7 +19,7 @@ class GenerateConfig:
     ``batch`` changes speed only, never the text, and more shards leave the earlier ones as they are.
     """
 
-    shards: int = 20
+    shards: int = 28
     shard_size: int = 256
     batch: int = 96
     max_invented_tokens: int = 96
@@ -38,7 +38,7 @@ class GenerateConfig:
 class TrainConfig:
     """Distillation of the SSM. ``batch_tokens`` are rows of one optimiser step, padding included."""
 
-    epochs: float = 2.5
+    epochs: float = 1.5
     batch_tokens: int = 2600
     max_tokens: int = 640  # longer conversations keep their end
     depths: int = 3

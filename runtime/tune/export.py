@@ -82,6 +82,7 @@ def export(
     tensors = {name: weights[name].detach().to(torch.bfloat16).contiguous() for name in sorted(weights)}
     tensors["keep_ids"] = torch.from_numpy(kept.astype(np.int32))
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    (partial / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
     save_table(table, partial / "ngram.safetensors")
     _write_json(partial / "config.json", config_json(model, config))
     _write_json(
