@@ -81,10 +81,10 @@ class Emitter:
     def read(self, name: str, *, elem: bool) -> str:
         """Rows expression of a value in the wanted storage, converting once if it only exists in the other."""
         root = self.roots.root[name]
-        if root not in self.places and self._is_feature_input(root):
-            self.places[root] = {}
         have = self.places.get(root, {})
         key = elem and self.dtype is DType.BF16
+        if not key and self._is_feature_input(root):
+            return self._caller_rows(root)
         if key not in have:
             source = self._source(root, have, not key)
             place = self.allocate(name, elem=elem)
@@ -98,11 +98,15 @@ class Emitter:
     def _is_feature_input(self, root: str) -> bool:
         return any(v.name == root and v.type.role is Role.ACTIVATION for v in self.graph.inputs)
 
+    def _caller_rows(self, root: str) -> str:
+        """The feature input, read where the caller keeps it."""
+        return f"Rows<float>{{const_cast<float*>(s.features), {self.columns(root)}}}"
+
     def _source(self, root: str, have: dict[bool, Place], key: bool) -> str:
         if key in have:
             return self.rows(have[key])
         if self._is_feature_input(root):
-            return f"Rows<float>{{const_cast<float*>(s.features), {self.columns(root)}}}"
+            return self._caller_rows(root)
         raise CompileError(
             f"value {root} of graph {self.graph.name} is read before any kernel made it",
             "activations produced by operators",
