@@ -19,12 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", type=Path, help="an artifact made by flexspec compile")
     parser.add_argument("-p", "--prompt", required=True, help="the text to answer")
     parser.add_argument("--raw", action="store_true", help="continue the text instead of using the chat template")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--min-p", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--max-tokens", type=int, default=128, help="most new tokens (default 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this mass (default 1: all)"
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0: all)")
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest (default 0)"
+    )
+    parser.add_argument("--seed", type=int, default=None, help="seed of sampling (default: a fresh one)")
     parser.add_argument("--stop", action="append", default=[], help="a stop string; may be repeated")
     add_run_arguments(parser)
 
