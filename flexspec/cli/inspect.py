@@ -1,0 +1,171 @@
+"""``flexspec inspect X``: what an artifact, a model or a graph file holds, and its graphs in four forms."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexspec.errors import ArtifactError, CompileError, ModelFileError
+
+if TYPE_CHECKING:
+    from flexspec.compiler.artifact import Artifact
+    from flexspec.compiler.frontends.loaded_model import LoadedModel
+    from flexspec.graph import Graph
+
+EPILOG = """\
+X is an artifact (a folder or a file), a .gguf file, a Hugging Face folder, or a graph as text or MLIR.
+
+example:
+  flexspec inspect smollm2.fspec
+  flexspec inspect SmolLM2-135M-Instruct.Q4_1.gguf --emit=dot | dot -Tsvg > model.svg
+"""
+
+EMITTED = ("text", "mlir", "json", "dot")
+_HEAD_BYTES = 1 << 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument("what", type=Path, metavar="X", help="an artifact, a model or a graph file")
+    parser.add_argument("--emit", choices=EMITTED, help="print a graph in this form instead of the page")
+    parser.add_argument("--model", default="llm", help="which graph of an artifact: llm, ssm, ssm2 (default llm)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--canonical", action="store_true", help="the graph as built (default for a model)")
+    form.add_argument("--lowered", action="store_true", help="the graph after all passes (what an artifact holds)")
+    parser.add_argument("--dtype", choices=("bf16", "f32"), default="bf16", help="dtype of a model's graph")
+    parser.add_argument("--json", action="store_true", help="the page as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.json and args.emit:
+        raise CompileError("--json and --emit together", "one of them", "use --emit=json for the graph")
+    sys.stdout.write(_emit(_graph(args), args.emit) if args.emit else _page(args))
+    return 0
+
+
+def _emit(graph: Graph, form: str) -> str:
+    if form == "mlir":
+        from flexspec.compiler.mlir import to_mlir
+
+        return to_mlir(graph)
+    if form == "dot":
+        from flexspec.compiler.draw import to_dot
+
+        return to_dot(graph)
+    if form == "json":
+        from flexspec.compiler.graph_json import graph_json
+
+        return graph_json(graph)
+    from flexspec.text import print_graph
+
+    return print_graph(graph)
+
+
+def _page(args: argparse.Namespace) -> str:
+    from flexspec.cli import inspect_page as pages
+
+    if is_artifact(args.what):
+        page = pages.artifact_page(_open(args.what))
+    elif is_graph(args.what):
+        page = pages.graph_page(_read_graph(args.what))
+    else:
+        from flexspec.compiler.frontends.open_model import open_model
+
+        model = open_model(args.what)
+        page = pages.model_page(model, _lower(_canonical(model, args.dtype), "llm", args.lowered))
+    return json.dumps(page, indent=1) + "\n" if args.json else pages.show(page)
+
+
+def _graph(args: argparse.Namespace) -> Graph:
+    """The graph that was asked for. Raises the errors of the readers."""
+    if is_artifact(args.what):
+        return _artifact_graph(_open(args.what), args.model, args.canonical)
+    if is_graph(args.what):
+        return _lower(_read_graph(args.what), args.model, args.lowered)
+    from flexspec.compiler.frontends.open_model import open_model
+
+    return _lower(_canonical(open_model(args.what), args.dtype), args.model, args.lowered)
+
+
+def _artifact_graph(artifact: Artifact, name: str, canonical: bool) -> Graph:
+    from flexspec.text import parse_graph
+
+    if canonical:
+        raise ArtifactError(
+            f"--canonical of {artifact.root.name}", "an artifact's graphs are lowered", "inspect the model file instead"
+        )
+    known = [file.removeprefix("graph/").removesuffix(".fsg") for file in artifact.names("graph/")]
+    if name not in known:
+        raise ArtifactError(f"--model {name}", f"one of {', '.join(known)}", "choose a model of the artifact")
+    return parse_graph(artifact.read_bytes(f"graph/{name}.fsg").decode("utf-8", "replace"))
+
+
+def _canonical(model: LoadedModel, dtype: str) -> Graph:
+    from flexspec.models.registry import build_model
+    from flexspec.types import DType
+
+    fused = model.config.family == "fused_state"
+    options = {"reduced_vocab_size": model.extra["reduced_vocab_size"]} if fused else {}
+    return build_model(model.config, DType(dtype), **options)
+
+
+def _lower(graph: Graph, name: str, lowered: bool) -> Graph:
+    from flexspec.compiler.pipeline import LLM_PASSES, SSM_PASSES, run_passes
+
+    return run_passes(graph, SSM_PASSES if name.startswith("ssm") else LLM_PASSES) if lowered else graph
+
+
+def _open(path: Path) -> Artifact:
+    from flexspec.compiler.artifact import open_artifact
+
+    return open_artifact(path)
+
+
+def is_artifact(path: Path) -> bool:
+    """A folder with a manifest, or a zip file with one; anything that is called .fspec is meant to be one."""
+    import zipfile
+
+    from flexspec.compiler.manifest import MANIFEST_NAME
+
+    if path.suffix == ".fspec" or (path / MANIFEST_NAME).is_file():
+        return True
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return MANIFEST_NAME in archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def is_graph(path: Path) -> bool:
+    """A text file that begins like a graph or an MLIR module."""
+    return _first_word(path) in ("graph", "module", "func.func")
+
+
+def _first_word(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    lines = (line.split() for line in head.splitlines())
+    return next((words[0] for words in lines if words and not words[0].startswith(("#", "//"))), "")
+
+
+def _read_graph(path: Path) -> Graph:
+    from flexspec.text import parse_graph
+    from flexspec.verifier import verify
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFileError(f"{path}: {error}", "a graph as UTF-8 text", "check the file") from None
+    if _first_word(path) != "graph":
+        from flexspec.compiler.mlir import from_mlir
+
+        return from_mlir(text)
+    graph = parse_graph(text)
+    verify(graph)
+    return graph

@@ -1,0 +1,206 @@
+"""The page that ``flexspec inspect`` shows: collects facts as plain data, and lays them out as text.
+
+A page is a dictionary of sections: a dictionary is shown as aligned lines, a list of dictionaries as a table.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from flexspec.errors import ArtifactError
+from flexspec.types import Role
+
+if TYPE_CHECKING:
+    from flexspec.compiler.artifact import Artifact
+    from flexspec.compiler.frontends.loaded_model import LoadedModel
+    from flexspec.compiler.model_record import PartRecord
+    from flexspec.graph import Graph
+
+Page = dict[str, Any]
+_OPEN_BATCH = 1 << 30
+
+
+def artifact_page(artifact: Artifact) -> Page:
+    """Everything an artifact says of itself. Raises ArtifactError for parts that are missing or damaged."""
+    from flexspec.compiler.model_record import record_from_json
+    from flexspec.compiler.plan import plan_from_json
+
+    manifest = artifact.manifest
+    record = record_from_json(artifact.read_json("model.json"))
+    plan = plan_from_json(artifact.read_json("plan.json"))
+    sizes = {name: entry.size_bytes for name, entry in sorted(manifest.files.items())}
+    page: Page = {
+        "artifact": {
+            "path": artifact.root.name,
+            "name": record.name,
+            "source_hash": record.source_hash,
+            "format_version": manifest.format_version,
+            "flexspec_version": manifest.flexspec_version,
+            "dtype": record.dtype,
+            "targets": list(manifest.targets),
+            "tools": [f"{name}: {version}" for name, version in sorted(manifest.tools.items())],
+            "rebuild": manifest.rebuild,
+            "bytes": sum(sizes.values()),
+        },
+        "models": [_part_row(part, record.dtype) for part in record.models],
+        "plan": {
+            "origin": plan.origin,
+            "stages": [
+                f"blocks {s.first_block} to {s.end_block - 1} on ranks {', '.join(map(str, s.ranks))}"
+                for s in plan.stages
+            ],
+            "ssm_ranks": [f"ssm{i + 1 if i else ''}: {list(ranks)}" for i, ranks in enumerate(plan.ssm_ranks)],
+            "tree_ladder": [
+                f"{draft} (any batch)" if batch >= _OPEN_BATCH else f"{draft} (up to {batch} requests)"
+                for batch, draft in plan.ladder
+            ],
+        },
+        "self_tests": _self_tests(artifact),
+        "gpu_kernels": _kernel_rows(artifact),
+        "files": [{"file": name, "bytes": size} for name, size in sizes.items()],
+    }
+    return {name: section for name, section in page.items() if section}
+
+
+def _part_row(part: PartRecord, dtype: str) -> dict[str, Any]:
+    from flexspec.types import DType
+
+    return {
+        "model": part.name,
+        "family": part.family,
+        "layers": part.layers,
+        "heads": part.heads,
+        "kv_heads": part.kv_heads,
+        "head_dim": part.head_dim,
+        "vocab": part.vocab_size,
+        "outputs": part.outputs,
+        "context_tokens": part.max_positions,
+        "parameters": part.parameter_bytes // DType(dtype).size_bytes,
+        "parameter_bytes": part.parameter_bytes,
+        "graph_hash": part.graph_hash[:16],
+    }
+
+
+def _self_tests(artifact: Artifact) -> dict[str, list[str]]:
+    """Instruction sets with a recorded digest, by model."""
+    body = artifact.read_json("checks.json")
+    if not isinstance(body, dict) or not all(isinstance(isas, dict) for isas in body.values()):
+        raise _odd(artifact, "checks.json", "digests by model and instruction set")
+    return {name: sorted(isas) for name, isas in sorted(body.items())}
+
+
+def _kernel_rows(artifact: Artifact) -> list[dict[str, Any]]:
+    """The resource table of the packaged GPU kernels, one kernel a row; empty without GPU targets."""
+    rows = []
+    for file in artifact.names("kernels/"):
+        if not file.endswith("/meta.json"):
+            continue
+        try:
+            rows += _variant_rows(artifact, file.removesuffix("/meta.json"), artifact.read_json(file))
+        except (KeyError, TypeError, AttributeError):
+            raise _odd(artifact, file, "kernels by target with their resources") from None
+    return rows
+
+
+def _variant_rows(artifact: Artifact, folder: str, meta: Any) -> list[dict[str, Any]]:
+    rows = []
+    for target, each in sorted(meta["targets"].items()):
+        for entry, kernel in sorted(each["kernels"].items()):
+            binary = artifact.manifest.files[f"{folder}/{kernel['file']}"]
+            row = {"variant": folder.removeprefix("kernels/"), "target": target, "kernel": entry}
+            rows.append(row | dict(kernel["resources"]) | {"binary_bytes": binary.size_bytes})
+    return rows
+
+
+def _odd(artifact: Artifact, file: str, expected: str) -> ArtifactError:
+    return ArtifactError(
+        f"{artifact.root.name}: {file} of an unknown form", expected, f"rebuild it: {artifact.manifest.rebuild}"
+    )
+
+
+def model_page(model: LoadedModel, graph: Graph) -> Page:
+    """A checkpoint and the graph it gives."""
+    config = model.config
+    return {
+        "model": {
+            "name": model.name,
+            "format": model.extra["format"],
+            "architecture": model.extra["architecture"],
+            "source_hash": model.source_hash,
+            "family": config.family,
+            "layers": config.layers,
+            "hidden_size": config.hidden_size,
+            "heads": f"{config.heads} ({config.kv_heads} kv heads of {config.head_dim})",
+            "ffn_size": config.ffn_size,
+            "vocab_size": config.vocab_size,
+            "context_tokens": config.max_positions,
+            "rope": f"{config.rope.kind}, theta {config.rope.theta:g}",
+            "tokenizer": "yes" if model.tokenizer_json else "no",
+            "chat_template": "yes" if model.chat_template else "no",
+        },
+        **graph_page(graph),
+    }
+
+
+def graph_page(graph: Graph) -> Page:
+    """Size and make-up of a graph."""
+    from flexspec.compiler.draw import find_repeat
+
+    weights = [value.type for value in graph.inputs_of(Role.WEIGHT)]
+    known = [kind for kind in weights if all(isinstance(dim, int) for dim in kind.dims)]
+    repeat = find_repeat(graph)
+    return {
+        "graph": {
+            "name": graph.name,
+            "hash": graph.hash(),
+            "inputs": ", ".join(f"{n} {role}" for role, n in Counter(v.type.role.value for v in graph.inputs).items()),
+            "outputs": len(graph.outputs),
+            "nodes": len(graph.nodes),
+            "repeats": f"{repeat.count} x {repeat.period} nodes" if repeat.count > 1 else "nothing",
+            "parameters": sum(kind.elements({}) for kind in known),
+            "parameter_bytes": sum(kind.bytes({}) for kind in known),
+        },
+        "operators": [
+            {"operator": op, "count": n} for op, n in sorted(Counter(node.op for node in graph.nodes).items())
+        ],
+    }
+
+
+def show(page: Page) -> str:
+    """The page as text, a heading and its lines for each section."""
+    blocks = []
+    for title, section in page.items():
+        lines = _table(section) if isinstance(section, list) else _fields(section)
+        blocks.append("\n".join([title.replace("_", " "), *(f"  {line}".rstrip() for line in lines)]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _fields(section: dict[str, Any]) -> list[str]:
+    width = max(len(key) for key in section) + 2
+    lines = []
+    for key, value in section.items():
+        values = value if isinstance(value, list) else [value]
+        name = key.replace("_", " ")
+        lines += [f"{name if i == 0 else '':<{width}}{_cell(each)}" for i, each in enumerate(values or ["none"])]
+    return lines
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    """Aligned columns: numbers to the right, words to the left."""
+    header = list(rows[0])
+    cells = [header, *([_cell(row[key]) for key in header] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+    numeric = [all(isinstance(row[key], int) for row in rows) for key in header]
+    return [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numeric, strict=True)
+        )
+        for line in cells
+    ]
+
+
+def _cell(value: Any) -> str:
+    """Numbers with thousands separated."""
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
