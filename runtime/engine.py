@@ -11,17 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.errors import EngineError, FlexspecError
-from flexspec.runtime import commit as commit_module
-from flexspec.runtime.api import Delta, EngineLoad, OnDelta, RequestStats
+from flexspec.runtime.api import Delta, EngineLoad, OnDelta
+from flexspec.runtime.commit import Committed, commit
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.budget import SpeculationWatch
 from flexspec.runtime.drafters.planned import PlannedDrafter
+from flexspec.runtime.observer import Observer, report_round
 from flexspec.runtime.pages import RowGroup, pack_rows
 from flexspec.runtime.scheduler import Limits, Running, Scheduler
 from flexspec.runtime.sequence import Detokenizer
@@ -30,19 +30,7 @@ from flexspec.runtime.verify import Accepted, accept_greedy, accept_sampled
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree
 
-
-class Observer(Protocol):
-    """What the engine reports as it goes; the server's metrics implement it."""
-
-    def record_round(self, source: str, drafted: Sequence[int], accepted: Sequence[int], committed: int) -> None: ...
-
-    def record_step(self, seconds: float, kind: str) -> None: ...
-
-    def record_finished(self, reason: str, stats: RequestStats, first_token_s: float | None) -> None: ...
-
-    def set_pages(self, free: int, total: int) -> None: ...
-
-    def set_load(self, running: int, queued: int) -> None: ...
+_PROMPT_SHARE = 4  # while prompts wait, drafts leave them this part of a step's rows
 
 
 @dataclass(slots=True)
@@ -88,14 +76,18 @@ class Engine:
         self._lock = threading.Lock()
         self._last_step = time.monotonic()
         self._failure: str | None = None
+        self._ended: str | None = None  # why nothing is taken any more
+        self._report_load()
 
     # -- any thread ------------------------------------------------------------------------------------------------
 
     def submit(self, prompt_ids: list[int], params: SamplingParams, on_delta: OnDelta) -> int:
-        """Queue a request. Raises RequestError, CapacityError, QueueFullError, or EngineError after a failure."""
-        if self._failure is not None:
-            raise EngineError(f"the engine has stopped: {self._failure}", "a running engine", "restart the server")
-        with self._lock:
+        """Queue a request. Raises RequestError, CapacityError, QueueFullError, or EngineError after its end."""
+        with self._lock:  # the end is marked under it too: nobody can slip in and wait for ever
+            if self._ended is not None:
+                raise EngineError(f"the engine has ended: {self._ended}", "a running engine", "restart the server")
+            if self._scheduler.idle:
+                self._last_step = time.monotonic()  # it was idle until now, not stuck
             return self._scheduler.submit(prompt_ids, params, on_delta, self.executor.vocab_size)
 
     def cancel(self, request_id: int) -> None:
@@ -122,35 +114,34 @@ class Engine:
             entered = self._scheduler.admit()
         for running in gone:
             self._finish(running, "cancelled")
-        for running in entered:
-            self.drafter.begin(running.sequence.request_id, running.sequence.prompt_ids)
-        if not self._scheduler.running:
-            self._last_step = time.monotonic()
-            self._report_load()
-            return bool(gone)
-        try:
-            self._run(began)
-        except FlexspecError as error:
-            self.fail(str(error))
+        busy = bool(self._scheduler.running)
+        if busy:
+            try:
+                for running in entered:
+                    self.drafter.begin(running.sequence.request_id, running.sequence.prompt_ids)
+                self._run(began)
+            except FlexspecError as error:
+                self.fail(str(error))
+            self.clock.total_s += time.perf_counter() - began
         self._last_step = time.monotonic()
-        self.clock.total_s += time.perf_counter() - began
         self._report_load()
-        return True
+        return busy or bool(gone)
 
     def fail(self, reason: str) -> None:
         """End everything in flight with an error; later submits are refused."""
         self._failure = reason
-        with self._lock:
-            everything = self._scheduler.take_all()
-        for running in everything:
-            self._finish(running, "error", reason)
+        self._end_all(reason, "error")
 
     def stop(self) -> None:
-        """End everything in flight as cancelled; for an orderly shutdown."""
+        """End everything in flight as cancelled, for an orderly shutdown; later submits are refused."""
+        self._end_all("it was stopped", "cancelled")
+
+    def _end_all(self, why: str, reason: str) -> None:
         with self._lock:
+            self._ended = self._ended or why
             everything = self._scheduler.take_all()
         for running in everything:
-            self._finish(running, "cancelled")
+            self._finish(running, reason, why if reason == "error" else None)
 
     def _run(self, began: float) -> None:
         decoding = [r for r in self._scheduler.running if r.prefilled]
@@ -178,7 +169,9 @@ class Engine:
         if not speculate or not decoding:
             return [TokenTree.root_only(r.sequence.last_token) for r in decoding]
         began = time.perf_counter()
-        most = max(0, self.executor.max_rows // len(decoding) - 1)
+        waiting = sum(r.prompt_left for r in self._scheduler.running)
+        rows = self.executor.max_rows - min(waiting, self.executor.max_rows // _PROMPT_SHARE)
+        most = max(0, rows // len(decoding) - 1)
         wishes = [
             DraftRequest(
                 r.sequence.request_id,
@@ -256,7 +249,7 @@ class Engine:
         token = self._accept(running, TokenTree.root_only(sequence.last_token), result, logits).next_token
         now = time.monotonic()
         sequence.prefill_s, running.first_token_at = now - running.admitted_at, now
-        self._commit(running, [token], None if features is None else features[-1:])
+        self._deliver(running, [token], commit(sequence, [token]), None if features is None else features[-1:])
 
     def _settle_tree(
         self, w: _Work, tree: TokenTree, result: StepResult, logits: slice, features: NDArray[np.float32] | None
@@ -265,13 +258,16 @@ class Engine:
         accepted = self._accept(running, tree, result, logits)
         path = np.array(accepted.nodes, np.int32)
         self._gather(running, path)
-        sequence.record_round(len(tree) - 1, len(path) - 1)
         if len(tree) > 1:
             self.drafter.record(tree, accepted.nodes)
-        kept = self._commit(running, accepted.tokens(tree), None if features is None else features[path])
+        tokens = accepted.tokens(tree)
+        done = commit(sequence, tokens)
+        taken = accepted.nodes[1 : done.kept + 1]  # an end inside the path drops what lies behind it
+        sequence.record_round(len(tree) - 1, len(taken))
         if self._observer:
-            self._observe_round(tree, accepted.nodes, kept)
-        return kept
+            report_round(self._observer, tree, taken, done.kept)
+        self._deliver(running, tokens, done, None if features is None else features[path])
+        return done.kept
 
     def _accept(self, running: Running, tree: TokenTree, result: StepResult, rows: slice) -> Accepted:
         sequence = running.sequence
@@ -288,18 +284,18 @@ class Engine:
             self.executor.move_kv(running.slots(source[moved]), running.slots(target[moved]))
         running.cached += len(path)
 
-    def _commit(self, running: Running, tokens: Sequence[int], features: NDArray[np.float32] | None) -> int:
-        sequence = running.sequence
-        done = commit_module.commit(sequence, tokens)
+    def _deliver(
+        self, running: Running, tokens: Sequence[int], done: Committed, features: NDArray[np.float32] | None
+    ) -> None:
+        """Tell the drafters and the caller what was committed; end the request if that ended it."""
+        sequence, kept = running.sequence, tuple(tokens[: done.kept])
         if running.first_token_at is not None:
             sequence.decode_s = time.monotonic() - running.first_token_at
-        if done.finish_reason is None:
-            self.drafter.observe(sequence.request_id, tokens, features)
-            if done.kept:
-                running.on_delta(Delta(done.text, tuple(tokens[: done.kept])))
-        else:
-            self._finish(running, done.finish_reason, text=done.text, tokens=tuple(tokens[: done.kept]))
-        return done.kept
+        if done.finish_reason is not None:
+            self._finish(running, done.finish_reason, text=done.text, tokens=kept)
+            return
+        self.drafter.observe(sequence.request_id, tokens, features)
+        running.on_delta(Delta(done.text, kept))
 
     def _finish(
         self, running: Running, reason: str, error: str | None = None, *, text: str = "", tokens: tuple[int, ...] = ()
@@ -314,22 +310,6 @@ class Engine:
             first = None if running.first_token_at is None else running.first_token_at - running.submitted_at
             self._observer.record_finished(reason, sequence.stats, first)
         running.on_delta(Delta(text, tokens, reason, sequence.stats, error))
-
-    def _observe_round(self, tree: TokenTree, accepted: Sequence[int], committed: int) -> None:
-        assert self._observer is not None
-        depths = tree.depths()
-        by_source: dict[str, tuple[list[int], list[int]]] = {}
-        taken = set(accepted)
-        for node in range(1, len(tree)):
-            drafted, hits = by_source.setdefault(tree.sources[node], ([], []))
-            for counts in (drafted, hits):
-                counts.extend([0] * (int(depths[node]) - len(counts)))
-            drafted[depths[node] - 1] += 1
-            hits[depths[node] - 1] += node in taken
-        if not by_source:
-            self._observer.record_round("off", (), (), committed)
-        for i, (source, (drafted, hits)) in enumerate(sorted(by_source.items())):
-            self._observer.record_round(source, drafted, hits, committed if i == 0 else 0)
 
     def _report_load(self) -> None:
         if self._observer:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from flexspec.compiler.artifact import Artifact, open_artifact
 from flexspec.compiler.model_record import LLM, ModelRecord, PartRecord, record_from_json
 from flexspec.compiler.ngram_table import check_table, check_vocabulary
 from flexspec.compiler.plan import Plan, plan_from_json
-from flexspec.errors import ArtifactError, CapacityError, RequestError
+from flexspec.errors import ArtifactError, CapacityError, RequestError, ToolchainError
 from flexspec.kernels.cpu_build import supported_isas
 from flexspec.kernels.cpu_check import seeded_digest
 from flexspec.runtime.chat import ChatRenderer
@@ -32,7 +32,8 @@ from flexspec.runtime.drafters.plan import DraftPlan, worst_case
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
-from flexspec.runtime.engine import Engine, Observer
+from flexspec.runtime.engine import Engine
+from flexspec.runtime.observer import Observer
 from flexspec.runtime.pages import RowGroup, pack_rows
 from flexspec.runtime.scheduler import Limits
 from flexspec.runtime.step import PAGE_TOKENS, Executor
@@ -52,9 +53,13 @@ def default_draft(ssms: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How an artifact is run. ``draft`` "auto" takes the artifact's plan; ``threads`` 0 is one a core, at most 8."""
+    """How an artifact is run. ``draft`` "auto" takes the artifact's plan; ``threads`` 0 is one a core, at most 8.
+
+    ``device``: cpu, cuda (also AMD GPUs, by torch's name), or interpret (GPU kernels in Triton's interpreter).
+    """
 
     draft: str = DEFAULT_DRAFT
+    device: str = "cpu"
     threads: int = 0
     kv_tokens: int = 16_384
     max_requests: int = 16
@@ -71,7 +76,7 @@ class ServeOptions:
 
 @dataclass(slots=True)
 class Served:
-    """An engine with what its callers need beside it."""
+    """An engine with what its callers need beside it. ``isa``: instruction set or GPU architecture of its kernels."""
 
     name: str
     engine: Engine
@@ -89,28 +94,50 @@ class Served:
 
 
 def open_engine(path: Path, options: ServeOptions, observer: Observer | None = None) -> Served:
-    """Open ``path`` and assemble its engine. Raises ArtifactError, CapacityError, RequestError for a bad draft plan."""
+    """Open ``path`` and assemble its engine.
+
+    Raises ArtifactError, CapacityError, RequestError for a bad draft plan, ToolchainError for a device that is missing.
+    """
     artifact = open_artifact(path, verify=options.verify)
     record = record_from_json(artifact.read_json("model.json"))
     plan = plan_from_json(artifact.read_json("plan.json"))
-    isa = _choose_isa(artifact)
     draft = _choose_draft(options.draft, plan, _sources(artifact, record))
+    isa, executor_of = _backend(artifact, record, draft, options)
     context = _context_tokens(record, draft, options)
     tokenizer = Tokenizer(artifact.read_bytes("tokenizer.json"), record.eos_ids, record.bos_id)
     chat = _chat(artifact, record)
     with ExitStack() as opened:
         wanted = [part for part in record.models if part.name == LLM or part.name in draft.sources]
-        executors = []
+        executors: list[Executor] = []
         for part in wanted:
-            executors.append(_executor(artifact, isa, part, options))
+            executors.append(executor_of(part))
             opened.callback(executors[-1].close)
         planned = PlannedDrafter(draft, _drafters(artifact, draft, wanted, executors))
         limits = Limits(context, max_running=options.max_requests)
         engine = Engine(executors[0], planned, lambda: Detokenizer(tokenizer), record.eos_ids, limits, observer)
-        if options.measure and draft.method != "off":
+        if options.measure and draft.method != "off" and options.device != "interpret":
             planned.step_cost, engine.plain_step_s = measure_steps(executors[0], planned.limits.max_nodes)
         opened.pop_all()
-    return Served(record.name, engine, tokenizer, chat, plan, draft, isa, context, list(executors))
+    return Served(record.name, engine, tokenizer, chat, plan, draft, isa, context, executors)
+
+
+def _backend(
+    artifact: Artifact, record: ModelRecord, draft: DraftPlan, options: ServeOptions
+) -> tuple[str, Callable[[PartRecord], Executor]]:
+    """What the kernels run on, and the maker of a model's executor there."""
+    if options.device == "cpu":
+        isa = _choose_isa(artifact)
+        return isa, lambda part: _executor(artifact, isa, part, options)
+    try:
+        from flexspec.runtime.triton_open import open_gpu
+    except ImportError as error:
+        raise ToolchainError(
+            f"--device {options.device} without PyTorch ({error})", "torch >= 2.11",
+            "pip install torch, or run it with --device cpu",
+        ) from None  # fmt: skip
+    worst = worst_case(draft)
+    gpu = open_gpu(artifact, record, options.device, max(worst.max_nodes + 1, worst.ssm_rows))
+    return gpu.name, lambda part: gpu.executor(part, options.pages, max(options.max_rows, options.max_requests))
 
 
 def _choose_isa(artifact: Artifact) -> str:

@@ -49,6 +49,11 @@ class Running:
     def prefilled(self) -> bool:
         return self.cached >= len(self.sequence.prompt_ids)
 
+    @property
+    def prompt_left(self) -> int:
+        """Prompt tokens that are still to be fed."""
+        return max(0, len(self.sequence.prompt_ids) - self.cached)
+
     def slots(self, logical: NDArray[np.int32]) -> NDArray[np.int32]:
         """Pool slots of logical positions."""
         pages = np.asarray(self.pages, np.int32)
