@@ -39,6 +39,18 @@ class PartRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuRecord:
+    """What executors on a GPU need beside kernels; only in artifacts that were compiled for one.
+
+    ``weights[model][name]`` is (file, tensor) of a weight as the model's graph names it. ``max_tree_tokens``: rows of a
+    token tree that the kernels take, the root counted.
+    """
+
+    max_tree_tokens: int
+    weights: Mapping[str, Mapping[str, tuple[str, str]]]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRecord:
     """The artifact's models, the LLM first, and what its tokenizer and server need to know."""
 
@@ -49,9 +61,13 @@ class ModelRecord:
     eos_ids: tuple[int, ...]
     special_tokens: Mapping[str, str]
     models: tuple[PartRecord, ...]
+    gpu: GpuRecord | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        table = asdict(self)
+        if self.gpu is None:
+            del table["gpu"]
+        return table
 
 
 def record_from_json(body: object) -> ModelRecord:
@@ -65,10 +81,13 @@ def record_from_json(body: object) -> ModelRecord:
         eos_ids=_counts(table, "eos_ids"),
         special_tokens={name: _text(table["special_tokens"], name) for name in _table(table.get("special_tokens"), "")},
         models=tuple(_part(part) for part in _list(table, "models")),
+        gpu=None if table.get("gpu") is None else _gpu(table["gpu"]),
     )
     names = [part.name for part in record.models]
     if names[:1] != [LLM] or len(set(names)) != len(names):
         raise _wrong(f"models {names}", f"{LLM} first, then SSMs, each once")
+    if record.gpu is not None and sorted(record.gpu.weights) != sorted(names):
+        raise _wrong(f"GPU weights of {sorted(record.gpu.weights)}", "those of every model")
     return record
 
 
@@ -77,15 +96,27 @@ def _part(body: object) -> PartRecord:
     numbers = {field.name: _count(table, field.name) for field in fields(PartRecord) if field.type == "int"}
     texts = {name: _text(table, name) for name in ("name", "family", "graph_hash")}
     keep_ids = None if table.get("keep_ids") is None else _counts(table, "keep_ids")
-    places = _list(table, "weights")
-    if not all(isinstance(place, list) and len(place) == 2 for place in places):
-        raise _wrong("weights", "[file, tensor] of each")
-    weights = tuple((str(file), str(tensor)) for file, tensor in places)
+    weights = tuple(_place(place) for place in _list(table, "weights"))
     if keep_ids is not None and any(token >= numbers["vocab_size"] for token in keep_ids):
         raise _wrong("keep_ids", f"tokens below {numbers['vocab_size']}")
     if numbers["outputs"] != (numbers["vocab_size"] if keep_ids is None else len(keep_ids)):
         raise _wrong(f"{numbers['outputs']} outputs", "one for each token of the vocabulary or of keep_ids")
     return PartRecord(**texts, **numbers, keep_ids=keep_ids, weights=weights)  # type: ignore[arg-type]
+
+
+def _gpu(body: object) -> GpuRecord:
+    table = _table(body, "gpu")
+    models = {model: _table(places, "gpu.weights") for model, places in _table(table.get("weights"), "gpu").items()}
+    return GpuRecord(
+        max_tree_tokens=_count(table, "max_tree_tokens"),
+        weights={model: {name: _place(place) for name, place in places.items()} for model, places in models.items()},
+    )
+
+
+def _place(value: object) -> tuple[str, str]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise _wrong("weights", "[file, tensor] of each")
+    return str(value[0]), str(value[1])
 
 
 def _table(value: object, where: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """From a checkpoint and its SSMs to an artifact: graph, passes, generated code, packed weights, self-tests, plan.
 
 Owns the order of these steps and the artifact's inner layout (model.json names every part):
-  graph/NAME.fsg  kernels/cpu/NAME/{program.cpp,ISA.so}  kernels/...(GPU targets)  weights/NAME.safetensors
+  graph/NAME.fsg  kernels/cpu/NAME/{program.cpp,ISA.so}  weights/NAME.safetensors  (GPU targets: see gpu_package.py)
   plan.json  checks.json  tokenizer.json  chat_template.jinja  ngram.safetensors
 """
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from flexspec.compiler.artifact_writer import ArtifactWriter
 from flexspec.compiler.frontends.open_model import LoadedModel, check_weights, open_model
-from flexspec.compiler.model_record import LLM, ModelRecord, PartRecord
+from flexspec.compiler.model_record import LLM, GpuRecord, ModelRecord, PartRecord
 from flexspec.compiler.ngram_table import check_vocabulary, load_table
 from flexspec.compiler.pipeline import LLM_PASSES, SSM_PASSES, run_passes
 from flexspec.compiler.plan import single_rank
@@ -27,6 +27,7 @@ from flexspec.kernels.cpu_build import build_path, find_compiler, header_files, 
 from flexspec.kernels.cpu_check import seeded_digest
 from flexspec.kernels.cpu_pack import GetWeight, PackedWeight, pack
 from flexspec.kernels.cpu_render import CpuProgram, render
+from flexspec.kernels.triton_spec import target_of
 from flexspec.models.fused_state import graft_fuse_head
 from flexspec.models.registry import build_model, expected_weights
 from flexspec.text import print_graph
@@ -75,6 +76,8 @@ def compile_model(
 
     Raises the loaders' errors, CompileError, ToolchainError, TokenizerError.
     """
+    for target in options.gpu_targets:
+        target_of(target)  # a wrong name should fail before minutes of work
     progress("reading the model files", 0, 1)
     llm = open_model(llm_path)
     ssms = [open_model(path) for path in ssm_paths]
@@ -85,8 +88,9 @@ def compile_model(
     with ArtifactWriter(out) as writer:
         _add_weights(writer, parts, progress)
         checks = {part.name: _add_program(writer, part, options, progress) for part in parts}
-        rows = _add_gpu_kernels(writer, parts, options, progress)
+        rows, gpu = _add_gpu_parts(writer, parts, options, progress)
         _add_tables(writer, parts, ssm_paths, checks, options)
+        writer.add_json("model.json", _model_record(parts, options, gpu).to_json())
         targets = [f"cpu-{isa}" for isa in options.isas or target_isas()] + list(options.gpu_targets)
         path = writer.finish(argv=argv, targets=targets, tools=_tools(options))
     return path, rows
@@ -222,29 +226,15 @@ def _add_program(writer: ArtifactWriter, part: _Part, options: CompileOptions, p
     return digests
 
 
-def _add_gpu_kernels(
+def _add_gpu_parts(
     writer: ArtifactWriter, parts: Sequence[_Part], options: CompileOptions, progress: Progress
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], GpuRecord | None]:
     if not options.gpu_targets:
-        return []
-    from flexspec.kernels.triton_package import package_attention
-    from flexspec.kernels.triton_spec import AttentionShape
+        return [], None
+    from flexspec.kernels.gpu_package import GpuModel, add_gpu_parts
 
-    shapes = [
-        AttentionShape(
-            "tree_verify" if part.name == LLM else "incremental",
-            part.model.config.heads,
-            part.model.config.kv_heads,
-            part.model.config.head_dim,
-            options.dtype,
-            options.max_tree_tokens,
-        )
-        for part in parts
-    ]
-    progress("compiling GPU kernels", 0, len(options.gpu_targets))
-    rows = package_attention(shapes, options.gpu_targets, writer.add_bytes)
-    progress("compiling GPU kernels", len(options.gpu_targets), len(options.gpu_targets))
-    return rows
+    models = [GpuModel(part.name, part.lowered, part.get) for part in parts]
+    return add_gpu_parts(writer, models, options.gpu_targets, options.max_tree_tokens, progress)
 
 
 def _add_tables(
@@ -270,10 +260,9 @@ def _add_tables(
         writer.add_file(NGRAM_FILE, table)
     writer.add_json("checks.json", checks)
     writer.add_json("plan.json", single_rank(llm.config.layers, len(parts) - 1, options.draft).to_json())
-    writer.add_json("model.json", _model_record(parts, options).to_json())
 
 
-def _model_record(parts: Sequence[_Part], options: CompileOptions) -> ModelRecord:
+def _model_record(parts: Sequence[_Part], options: CompileOptions, gpu: GpuRecord | None) -> ModelRecord:
     llm = parts[0].model
     return ModelRecord(
         name=llm.name,
@@ -283,6 +272,7 @@ def _model_record(parts: Sequence[_Part], options: CompileOptions) -> ModelRecor
         eos_ids=tuple(llm.config.eos_ids),
         special_tokens=dict(llm.extra.get("special_tokens", {})),
         models=tuple(_part_record(part) for part in parts),
+        gpu=gpu,
     )
 
 

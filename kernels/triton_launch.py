@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from flexspec.errors import ArtifactError, EngineError, ToolchainError
-from flexspec.kernels.triton_aot import CompiledKernel, CompiledVariant
+from flexspec.kernels.triton_aot import CompiledKernel, CompiledVariant, triton_version
 from flexspec.kernels.triton_render import import_source, render
 from flexspec.kernels.triton_spec import MERGE_STAGES, MERGE_WARPS, TileConfig, Variant
 
@@ -37,12 +37,16 @@ def interpreting() -> bool:
 
 
 class SourceKernels:
-    """Kernels rendered here and compiled by Triton at their first launch, or interpreted."""
+    """Kernels compiled by Triton at their first launch, or interpreted; ``source`` None renders it here.
 
-    def __init__(self, variant: Variant, config: TileConfig) -> None:
+    Raises ToolchainError when Triton is not installed.
+    """
+
+    def __init__(self, variant: Variant, config: TileConfig, source: str | None = None) -> None:
+        triton_version()
         self.variant = variant
         self.config = config
-        self._module = import_source(render(variant, config))
+        self._module = import_source(source or render(variant, config))
         self._options = {
             "attend": {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True},
             "merge": {"num_warps": MERGE_WARPS, "num_stages": MERGE_STAGES, "enable_fp_fusion": True},

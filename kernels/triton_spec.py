@@ -1,7 +1,7 @@
 """What a generated attention kernel is specialised for, how it is tiled, and what the targets allow.
 
 Shape letters: T rows of the step, R requests, H query heads, G kv heads, D head dim, B pages of a request, P pages of
-the pool, W ancestor words. Owns plain data only: no Triton, no torch.
+the pool, W ancestor words. Owns plain data only, and how it follows from a graph: no Triton, no torch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexspec.errors import CompileError
+from flexspec.graph import Graph
+from flexspec.ops.record import record_of
 from flexspec.types import DType
 
 PAGE_TOKENS = 32  # same constant as runtime/step.py, which this layer may not import
+KERNEL = "tree_attention"  # KernelKey.triton of the operators that these kernels serve
 MODES = ("tree_verify", "incremental")
 DTYPES = {DType.F32: "fp32", DType.F16: "fp16", DType.BF16: "bf16"}  # our name -> Triton's
 MAX_MASK_WORDS = 8
@@ -107,6 +110,22 @@ class AttentionShape:
         words = max(1, -(-self.max_tree_tokens // 64))
         tile = row_tile_for(self.mode, group, self.max_tree_tokens)
         return Variant(self.mode, self.head_dim, group, words, self.dtype, tile)
+
+
+def attention_shapes(graph: Graph, max_tree_tokens: int) -> dict[int, AttentionShape]:
+    """The shape of each node (by its index) that runs on the attention kernel.
+
+    Compiler and executor both ask here: what an artifact holds is what its executor looks for.
+    """
+    types = graph.types()
+    shapes = {}
+    for at, node in enumerate(graph.nodes):
+        if record_of(node).kernel.triton == KERNEL:
+            q, k_cache = types[node.inputs[0]], types[node.inputs[3]]
+            mode = "incremental" if dict(node.attrs).get("mode") == "incremental" else "tree_verify"
+            heads, kv_heads, head_dim = _fixed(q.dims[1]), _fixed(k_cache.dims[2]), _fixed(q.dims[2])
+            shapes[at] = AttentionShape(mode, heads, kv_heads, head_dim, q.dtype, max_tree_tokens)
+    return shapes
 
 
 @dataclass(frozen=True, slots=True)

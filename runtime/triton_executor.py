@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +22,11 @@ from flexspec.kernels.reference import TORCH_DTYPES
 from flexspec.kernels.tree_attention import SPLIT_KEYS, StepTables, step_tables, tree_attention
 from flexspec.kernels.triton_aot import CompiledVariant, compile_variant
 from flexspec.kernels.triton_launch import BinaryKernels, Kernels, SourceKernels, interpreting
-from flexspec.kernels.triton_spec import TARGETS, AttentionShape, TileConfig, Variant
+from flexspec.kernels.triton_spec import TARGETS, AttentionShape, TileConfig, Variant, attention_shapes
 from flexspec.ops.record import Reference, record_of
 from flexspec.runtime.step import StepBatch, StepResult
 from flexspec.types import DType, Role
 
-_KERNEL = "tree_attention"  # KernelKey.triton of the operators this executor launches itself
 _PLAIN_CONFIG = TileConfig(32, 4, 2)  # for the interpreter, and for GPUs no budget is known of
 
 
@@ -45,20 +45,22 @@ class _Instruction:
 class TritonExecutor:
     """Runs any step graph, canonical or lowered, over its own paged pool (see runtime/step.py: Executor).
 
-    ``weights`` are float32 arrays by canonical name, rounded to the graph's dtype. ``binaries`` are kernels compiled
-    ahead of time, by variant; what is missing is compiled at its first use. ``max_tree_tokens`` fixes the row tile.
+    ``weights`` are arrays by canonical name: float32, rounded here to the graph's dtype, or already of that dtype
+    (bfloat16 as uint16 bits). ``compiled`` are kernels compiled ahead of time, by variant: binaries run on NVIDIA GPUs,
+    sources anywhere else; what is missing is compiled at its first use. ``max_tree_tokens`` fixes the row tile and the
+    least number of ancestor words.
     Raises WeightError for a missing weight or a wrong shape, ToolchainError when the device cannot run the kernels.
     """
 
     def __init__(
         self,
         graph: Graph,
-        weights: Mapping[str, NDArray[np.float32]],
+        weights: Mapping[str, NDArray[Any]],
         pages: int,
         max_rows: int,
         device: str = "cuda",
         *,
-        binaries: Mapping[Variant, CompiledVariant] | None = None,
+        compiled: Mapping[Variant, CompiledVariant] | None = None,
         max_tree_tokens: int = 64,
         split_keys: int = SPLIT_KEYS,
     ) -> None:
@@ -67,7 +69,7 @@ class TritonExecutor:
         self.vocab_size = _int(graph.types()[graph.outputs[0]].dims[1])
         limits = [_int(node.attr("max_positions")) for node in graph.nodes if node.op == "rope"]
         self.max_positions = min(limits, default=2**31 - 1)
-        self._binaries, self._split_keys = binaries or {}, split_keys
+        self._compiled, self._split_keys = compiled or {}, split_keys
         self._program = _instructions(graph, max_tree_tokens)
         self._weights = _place_weights(graph, weights, self.device)
         caches = graph.inputs_of(Role.KV)
@@ -140,7 +142,9 @@ class TritonExecutor:
         def attend(shape: AttentionShape, inputs: Sequence[torch.Tensor], scale: float) -> tuple[torch.Tensor, ...]:
             q, k, v, k_cache, v_cache = inputs[:5]
             if shape not in ready:
-                kernels = self._kernels_for(replace(shape.variant(), mask_words=batch.ancestors_TW.shape[1]))
+                variant = shape.variant()
+                words = max(variant.mask_words, batch.ancestors_TW.shape[1])
+                kernels = self._kernels_for(replace(variant, mask_words=words))
                 ready[shape] = kernels, self._tables(kernels.variant, batch)
             k_cache.flatten(0, 1).index_put_((slots_T,), k)
             v_cache.flatten(0, 1).index_put_((slots_T,), v)
@@ -153,17 +157,21 @@ class TritonExecutor:
         return attend
 
     def _tables(self, variant: Variant, batch: StepBatch) -> StepTables:
+        missing = variant.mask_words - batch.ancestors_TW.shape[1]  # one kernel for all steps, so for small trees too
         return step_tables(
-            variant, batch.page_table_RB, batch.starts_R1, batch.contexts_R, batch.causal_R, batch.ancestors_TW,
-            self.device, split_keys=self._split_keys,
+            variant, batch.page_table_RB, batch.starts_R1, batch.contexts_R, batch.causal_R,
+            np.pad(batch.ancestors_TW, ((0, 0), (0, missing))), self.device, split_keys=self._split_keys,
         )  # fmt: skip
 
     def _kernels_for(self, variant: Variant) -> Kernels:
         if variant not in self._kernels:
-            if variant in self._binaries:
-                self._kernels[variant] = BinaryKernels(self._binaries[variant])
-            else:
+            compiled = self._compiled.get(variant)
+            if compiled is None:
                 self._kernels[variant] = SourceKernels(variant, _config_for(variant, self.device))
+            elif self.device.type == "cuda" and compiled.target.backend == "cuda":
+                self._kernels[variant] = BinaryKernels(compiled)
+            else:
+                self._kernels[variant] = SourceKernels(variant, compiled.config, compiled.source)
         return self._kernels[variant]
 
     def _step_inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:
@@ -183,23 +191,17 @@ class TritonExecutor:
 
 
 def _instructions(graph: Graph, max_tree_tokens: int) -> tuple[_Instruction, ...]:
-    types, last = graph.types(), {name: at for at, node in enumerate(graph.nodes) for name in node.inputs}
+    last = {name: at for at, node in enumerate(graph.nodes) for name in node.inputs}
     kept = {*graph.outputs, *(value.name for value in graph.inputs)}
+    shapes = attention_shapes(graph, max_tree_tokens)
     program = []
     for at, node in enumerate(graph.nodes):
         record, attrs = record_of(node), dict(node.attrs)
-        shape, scale = None, attrs.get("scale")
-        if record.kernel.triton == _KERNEL:
-            q, k_cache = types[node.inputs[0]], types[node.inputs[3]]
-            incremental = attrs.get("mode") == "incremental"
-            shape = AttentionShape(
-                "incremental" if incremental else "tree_verify", _int(q.dims[1]), _int(k_cache.dims[2]),
-                _int(q.dims[2]), q.dtype, max_tree_tokens,
-            )  # fmt: skip
+        scale = attrs.get("scale")
         names = {*node.inputs, *(value.name for value in node.outputs)} - kept
         dead = tuple(sorted(name for name in names if last.get(name, at) <= at))
         scale = scale if isinstance(scale, float) else 1.0
-        program.append(_Instruction(node, attrs, record.reference, shape, scale, dead))
+        program.append(_Instruction(node, attrs, record.reference, shapes.get(at), scale, dead))
     return tuple(program)
 
 
@@ -207,29 +209,37 @@ def _config_for(variant: Variant, device: torch.device) -> TileConfig:
     """The tile configuration that fits this GPU: the one the budget check of its target takes."""
     if device.type == "cpu":
         return _PLAIN_CONFIG
-    if torch.version.hip is not None:
-        name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    else:
-        name = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    name = gpu_architecture(device)
     return compile_variant(variant, name).config if name in TARGETS else _PLAIN_CONFIG
 
 
-def _place_weights(
-    graph: Graph, weights: Mapping[str, NDArray[np.float32]], device: torch.device
-) -> dict[str, torch.Tensor]:
+def gpu_architecture(device: torch.device | str = "cuda") -> str:
+    """Name of a GPU's architecture as ``--target`` takes it: sm_90, gfx942, ... Raises ToolchainError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ToolchainError("no CUDA device", "one that torch can use", "run it with --device cpu")
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def _place_weights(graph: Graph, weights: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
     placed: dict[str, torch.Tensor] = {}
     for value in graph.inputs_of(Role.WEIGHT):
         array = weights.get(value.name)
         if array is None or array.shape != value.type.dims:
             found = "is missing" if array is None else f"has shape {list(array.shape)}"
             raise WeightError(f"weight {value.name} {found}", str(value.type), "load the checkpoint of this graph")
-        placed[value.name] = torch.from_numpy(np.array(array, np.float32)).to(TORCH_DTYPES[value.type.dtype]).to(device)
+        if array.dtype == np.uint16:
+            host = torch.from_numpy(np.array(array.view(np.int16))).view(torch.bfloat16)
+        else:
+            host = torch.from_numpy(np.array(array))  # a copy: what comes from a file is read-only
+        placed[value.name] = host.to(TORCH_DTYPES[value.type.dtype]).to(device)
     return placed
 
 
 def _check_device(graph: Graph, device: str) -> None:
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ToolchainError("no CUDA device", "one that torch can use", "use the CPU backend on this machine")
+    if device.startswith("cuda"):
+        gpu_architecture(device)
     if device == "cpu" and not interpreting():
         raise ToolchainError(
             "Triton kernels on the CPU", "TRITON_INTERPRET=1 in the environment",
@@ -238,7 +248,7 @@ def _check_device(graph: Graph, device: str) -> None:
     if device == "cpu" and any(value.type.dtype is DType.BF16 for value in graph.inputs):
         raise ToolchainError(
             "a bf16 model in Triton's interpreter", "f32 or f16 (the interpreter computes bf16 products wrongly)",
-            "build the graph in f32",
+            "build the graph in f32 (flexspec compile --dtype f32)",
         )  # fmt: skip
 
 

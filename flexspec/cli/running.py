@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +16,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="off, chain:DEPTH, tree:1,1,3,1, budget:NODES, with /option=value (default auto)",
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda", "interpret"),
+        default="cpu",
+        help="where models run (default cpu); interpret: GPU kernels in Triton's interpreter, slow, for checks",
+    )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: one a core, at most 8)")
     parser.add_argument("--kv-tokens", type=int, default=16_384, help="tokens the KV pool holds (default 16384)")
     parser.add_argument("--max-requests", type=int, default=16, help="requests that run at once (default 16)")
@@ -23,7 +30,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serve_options(args: argparse.Namespace) -> ServeOptions:
-    """Raises CapacityError for numbers that cannot work."""
+    """The options, and the environment that the device needs. Raises CapacityError for numbers that cannot work."""
     from flexspec.errors import CapacityError
     from flexspec.runtime.open_engine import ServeOptions
 
@@ -37,8 +44,11 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
         if not low <= value <= high:
             option = "--" + name.replace("_", "-")
             raise CapacityError(f"{option} {value}", f"{low} to {high}", f"choose {option} in that range")
+    if args.device == "interpret":
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported, which is later
     return ServeOptions(
         draft=args.draft,
+        device=args.device,
         threads=args.threads,
         kv_tokens=args.kv_tokens,
         max_requests=args.max_requests,
