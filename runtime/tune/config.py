@@ -39,17 +39,20 @@ class TrainConfig:
     """Distillation of the SSM. ``batch_tokens`` are rows of one optimiser step, padding included."""
 
     epochs: float = 1.5
-    batch_tokens: int = 2600
+    batch_tokens: int = 1600
     max_tokens: int = 640  # longer conversations keep their end
     depths: int = 3
-    shallow_share: float = 0.15  # first part of the run, trained at depth 0 only
+    shallow_share: float = 0.3  # first part of the run, trained at depth 0 only
     depth_weight: float = 0.8
     deep_share: float = 0.7  # share of the rows that a depth behind the first is trained on
     prompt_share: float = 0.15  # share of the prompt's tokens trained on beside all of the answer's
     token_weight: float = 0.1  # cross entropy of the token beside the teacher's law
     learning_rate: float = 1e-3
+    vector_rate: float = 4.0  # learning rate of norm weights over that of matrices
+    branch_scale: float = 0.1  # start of the layer's two output projections over the LLM's
+    norm_scale: float = 0.4  # start of the final norm over the LLM's
     final_rate: float = 0.02  # last learning rate as a share of the peak
-    warmup_steps: int = 40
+    warmup_steps: int = 30
     weight_decay: float = 0.02
     frequent: int = 2560  # kept tokens in every step's sub-vocabulary
     sampled: int = 1024  # kept tokens drawn anew each step

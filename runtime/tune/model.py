@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flexspec.models.config import ModelConfig, WeightSource
 from flexspec.runtime.tune.autograd import path_attention, rms_norm, rope, swiglu
+from flexspec.runtime.tune.config import TrainConfig
 
 Weights = dict[str, Tensor]
 LAYER = "layers.0."
@@ -51,12 +52,14 @@ def weight_shapes(config: ModelConfig, taps: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def initial_weights(config: ModelConfig, taps: int, llm: WeightSource, llm_layers: int, seed: int) -> Weights:
+def initial_weights(config: ModelConfig, taps: int, llm: WeightSource, llm_layers: int, train: TrainConfig) -> Weights:
     """Float32 start: the LLM's last layer and final norm, near-identity fusions, small seeded noise.
 
+    The layer's outputs are scaled down, since they are made for a residual stream many times wider than this input, and
+    so is the final norm: a start that is sure of wrong tokens (KL 35 for SmolLM2) spends its first steps on unlearning.
     Biases and q/k norms of the LLM's layer are left out: the SSM has none. Raises what ``llm.get`` raises.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(train.seed)
     e = config.hidden_size
 
     def noise() -> Tensor:
@@ -65,7 +68,9 @@ def initial_weights(config: ModelConfig, taps: int, llm: WeightSource, llm_layer
     weights = {name: torch.ones(shape) for name, shape in weight_shapes(config, taps).items()}
     for name in (*_PROJECTIONS, *_NORMS):
         weights[f"{LAYER}{name}.weight"] = torch.from_numpy(llm.get(f"layers.{llm_layers - 1}.{name}.weight").copy())
-    weights["norm.weight"] = torch.from_numpy(llm.get("norm.weight").copy())
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        weights[f"{LAYER}{name}.weight"] *= train.branch_scale
+    weights["norm.weight"] = torch.from_numpy(llm.get("norm.weight").copy()) * train.norm_scale
     weights["fc_embed.weight"] = torch.eye(e) * 0.5 + noise()
     weights["fc_feature.weight"] = torch.eye(e) + noise()
     for i in range(taps):

@@ -101,7 +101,7 @@ def open_training(model: LoadedModel, config: TuneConfig, kept: torch.Tensor) ->
     positions = config.train.max_tokens + 8
     cos, sin = rope_tables(asdict(llm.rope), llm.head_dim, positions)
     net = FusedStateNet(ssm_config(llm), taps, (torch.from_numpy(cos), torch.from_numpy(sin)))
-    start = initial_weights(ssm_config(llm), taps, model.weights, llm.layers, config.train.seed)
+    start = initial_weights(ssm_config(llm), taps, model.weights, llm.layers, config.train)
     return net, Teacher(embedding, head, kept), start
 
 

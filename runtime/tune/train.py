@@ -101,7 +101,10 @@ class Trainer:
         self.weights = {name: w.clone().requires_grad_() for name, w in start.items()}
         matrices = [w for w in self.weights.values() if w.dim() > 1]
         vectors = [w for w in self.weights.values() if w.dim() == 1]
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices},
+            {"params": vectors, "weight_decay": 0.0, "share": config.vector_rate},
+        ]
         self._optimizer = torch.optim.AdamW(
             groups, lr=config.learning_rate, betas=_BETAS, weight_decay=config.weight_decay, fused=True,
         )  # fmt: skip
@@ -145,7 +148,7 @@ class Trainer:
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(list(self.weights.values()), _CLIP_NORM)
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.steps, config)
+            group["lr"] = learning_rate(self.step, self.steps, config) * group.get("share", 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._note(float(loss.detach()), int(batch.trained_BT.sum()))

@@ -15,7 +15,8 @@ from flexspec.ops.rope import rope_tables
 from flexspec.runtime.reference_executor import ReferenceExecutor
 from flexspec.runtime.step import StepBatch
 from flexspec.runtime.tune.autograd import distil_loss, path_attention, rms_norm, rope, swiglu
-from flexspec.runtime.tune.model import FusedStateNet, ssm_config, weight_shapes
+from flexspec.runtime.tune.config import TrainConfig
+from flexspec.runtime.tune.model import FusedStateNet, initial_weights, ssm_config, weight_shapes
 from flexspec.types import DType, Role
 
 LLM = ModelConfig("llama", 61, 32, 3, 4, 2, 8, 48, 1e-5, 128, tied_embeddings=True)
@@ -147,3 +148,29 @@ def test_loss_gradient_and_ignored_targets() -> None:
     target = torch.randint(-1, 11, (300,))
     fixed = (law, target, head, shift, 0.3)
     _check(distil_loss, _plain_loss, [torch.randn(300, 8)], fixed)
+
+
+class _Source:
+    """A WeightSource of one value per tensor."""
+
+    def names(self) -> list[str]:
+        return []
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return weight_shapes(ssm_config(LLM), 3)[name.replace("layers.2.", "layers.0.")]
+
+    def get(self, name: str) -> np.ndarray:
+        return np.full(self.shape(name), 2.0, np.float32)
+
+
+def test_the_start_is_the_llm_s_last_layer_scaled_down() -> None:
+    config = TrainConfig(branch_scale=0.25, norm_scale=0.5, seed=3)
+    start = initial_weights(ssm_config(LLM), 3, _Source(), LLM.layers, config)
+    assert {name: tuple(w.shape) for name, w in start.items()} == weight_shapes(ssm_config(LLM), 3)
+    assert start["layers.0.self_attn.q_proj.weight"].unique().tolist() == [2.0]
+    assert start["layers.0.mlp.down_proj.weight"].unique().tolist() == [0.5]
+    assert start["layers.0.self_attn.o_proj.weight"].unique().tolist() == [0.5]
+    assert start["norm.weight"].unique().tolist() == [1.0]
+    assert (start["fuse.taps.2.weight"] - torch.eye(LLM.hidden_size)).abs().max() < 0.1
+    again = initial_weights(ssm_config(LLM), 3, _Source(), LLM.layers, config)
+    assert all(torch.equal(start[name], again[name]) for name in start)
