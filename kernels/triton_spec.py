@@ -237,4 +237,9 @@ def row_tile_for(mode: str, group: int, max_tokens: int) -> int:
 
 
 def _is_power_of_two(n: int) -> bool:
+def _fixed(dim: int | str) -> int:
+    assert isinstance(dim, int), f"attention with a symbolic size {dim!r}"
+    return dim
+
+
     return n >= 1 and n & (n - 1) == 0
