@@ -236,10 +236,10 @@ def row_tile_for(mode: str, group: int, max_tokens: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-def _is_power_of_two(n: int) -> bool:
 def _fixed(dim: int | str) -> int:
     assert isinstance(dim, int), f"attention with a symbolic size {dim!r}"
     return dim
 
 
+def _is_power_of_two(n: int) -> bool:
     return n >= 1 and n & (n - 1) == 0
