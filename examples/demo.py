@@ -65,7 +65,8 @@ def compiled(model: Path, ssm: Path, out: Path) -> Path:
     if out.exists() and stamp.exists() and stamp.read_text() == key:
         print(f"compiled already: {out.relative_to(ROOT)}")
         return out
-    command = [sys.executable, "-m", "flexspec", "compile", str(model), "--ssm", str(ssm), "-o", str(out)]
+    inside = [str(path.relative_to(ROOT)) for path in (model, ssm, out)]  # the artifact records the command
+    command = [sys.executable, "-m", "flexspec", "compile", inside[0], "--ssm", inside[1], "-o", inside[2]]
     subprocess.run(command, check=True, cwd=ROOT)
     stamp.write_text(key)
     return out
