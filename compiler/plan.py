@@ -54,12 +54,15 @@ def single_rank(blocks: int, ssms: int, draft: str) -> Plan:
 def plan_from_json(body: Mapping[str, Any]) -> Plan:
     """Raises ArtifactError when a field is missing or of the wrong kind."""
     try:
-        return Plan(
+        plan = Plan(
             tuple(Stage(int(s["first_block"]), int(s["end_block"]), tuple(s["ranks"])) for s in body["stages"]),
             tuple(tuple(ranks) for ranks in body["ssm_ranks"]),
             tuple((int(batch), str(draft)) for batch, draft in body["ladder"]),
             str(body["origin"]),
         )
+        if not plan.stages or not plan.ladder:
+            raise ValueError("no stages, or no ladder")
+        return plan
     except (KeyError, TypeError, ValueError) as error:
         raise ArtifactError(
             f"plan.json does not hold a plan ({error})",

@@ -24,6 +24,15 @@ _LOOPBACK_PREFIXES = ("127.", "::1", "localhost")
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Built kernels are shared by all tests of a run; FLEXSPEC_CACHE keeps them from run to run."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "FLEXSPEC_CACHE" not in os.environ:
+            patch.setenv("FLEXSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _no_network() -> Iterator[None]:
     """Refuse connections to other machines: a test that needs one is wrong, and would fail elsewhere."""
     connect = socket.socket.connect
