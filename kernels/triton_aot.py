@@ -23,7 +23,6 @@ from flexspec.errors import CompileError, ToolchainError
 from flexspec.kernels.triton_render import render, source_key
 from flexspec.kernels.triton_spec import (
     MERGE_STAGES,
-    MERGE_WARPS,
     Target,
     TileConfig,
     Variant,
@@ -86,7 +85,7 @@ class _Job:
 
     def request(self) -> dict[str, Any]:
         """The worker's job record, and with the versions the cache key."""
-        schedule = {"attend": (self.config.warps, self.config.stages), "merge": (MERGE_WARPS, MERGE_STAGES)}
+        schedule = {"attend": (self.config.warps, self.config.stages), "merge": (self.config.warps, MERGE_STAGES)}
         entries = [
             {
                 "name": name,
@@ -194,8 +193,11 @@ def _failure(variant: Variant, target: Target, table: str) -> CompileError:
 
 
 def _row_text(compiled: CompiledVariant) -> str:
-    use = compiled.attend.resources
-    return f"{use.registers} registers, {use.spill_bytes} bytes spilled, {use.shared_bytes} bytes shared"
+    uses = [(kernel.meta["entry"], kernel.resources) for kernel in (compiled.attend, compiled.merge)]
+    return "; ".join(
+        f"{entry} {use.registers} registers, {use.spill_bytes} bytes spilled, {use.shared_bytes} bytes shared"
+        for entry, use in uses
+    )
 
 
 def _compile_all(jobs: Sequence[_Job], cache: Path, progress: Progress | None) -> list[CompiledVariant | str]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from flexspec.errors import ArtifactError, EngineError, ToolchainError
 from flexspec.kernels.triton_aot import CompiledKernel, CompiledVariant, triton_version
 from flexspec.kernels.triton_render import import_source, render
-from flexspec.kernels.triton_spec import MERGE_STAGES, MERGE_WARPS, TileConfig, Variant
+from flexspec.kernels.triton_spec import MERGE_STAGES, TileConfig, Variant
 
 Grid = tuple[int, int, int]
 _SHARED_BYTES_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -49,7 +49,7 @@ class SourceKernels:
         self._module = import_source(source or render(variant, config))
         self._options = {
             "attend": {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True},
-            "merge": {"num_warps": MERGE_WARPS, "num_stages": MERGE_STAGES, "enable_fp_fusion": True},
+            "merge": {"num_warps": config.warps, "num_stages": MERGE_STAGES, "enable_fp_fusion": True},
         }
 
     def launch(self, entry: str, grid: Grid, args: Sequence[Any]) -> None:

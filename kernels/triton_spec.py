@@ -108,7 +108,7 @@ class AttentionShape:
             )  # fmt: skip
         group = self.heads // self.kv_heads
         words = max(1, -(-self.max_tree_tokens // 64))
-        tile = row_tile_for(self.mode, group, self.max_tree_tokens)
+        tile = row_tile_for(self.mode, self.dtype, group, self.max_tree_tokens)
         return Variant(self.mode, self.head_dim, group, words, self.dtype, tile)
 
 
@@ -154,7 +154,7 @@ _ATTEND_PARAMS = (
     ("split_keys", "i32"),
 )  # fmt: skip
 _MERGE_PARAMS = (("partial", "*fp32"), ("partial_lse", "*fp32"), ("out", "*"), ("rows", "i32"), ("splits", "i32"))
-MERGE_WARPS, MERGE_STAGES = 4, 2
+MERGE_STAGES = 2  # `merge` has as many warps as `attend`, so that another configuration is another try for both
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +204,12 @@ _CONFIGS = (
 
 
 def candidate_configs(variant: Variant, target: Target) -> tuple[TileConfig, ...]:
-    """Tile configurations to try in order. float32 starts at 32 keys: its blocks are twice as wide in bytes."""
+    """Tile configurations to try in order; those that can be told to spill are left out."""
     del target  # the same order for all targets so far; the budget check sorts them out
-    if variant.dtype is DType.F32 or variant.head_dim > 128:
-        return tuple(config for config in _CONFIGS if config.block_keys <= 32)
-    return _CONFIGS
+    narrow = tuple(config for config in _CONFIGS if config.block_keys <= 32)
+    if variant.dtype is DType.F32:  # blocks twice as wide in bytes, and products unrolled over the threads
+        return tuple(config for config in narrow if config.warps == 8)
+    return narrow if variant.head_dim > 128 else _CONFIGS
 
 
 def dim_parts(head_dim: int) -> tuple[tuple[int, int], ...]:
@@ -225,13 +226,14 @@ def dim_parts(head_dim: int) -> tuple[tuple[int, int], ...]:
     return tuple(parts)
 
 
-def row_tile_for(mode: str, group: int, max_tokens: int) -> int:
+def row_tile_for(mode: str, dtype: DType, group: int, max_tokens: int) -> int:
     """Row tile of an executor, fixed for its life so that a row's bits do not depend on the rows beside it.
 
-    64 rows is what turns on wgmma on sm_90; an SSM step, or a tree that never fills it, is served by 16 or 32.
+    64 rows is what turns on wgmma on sm_90; an SSM step, or a tree that never fills it, is served by 16 or 32. Exact
+    float32 products are unrolled multiply-adds, so there 16 rows are already thousands of instructions.
     """
     rows = max(16, group, min(64, max_tokens * group))
-    if mode == "incremental":
+    if mode == "incremental" or dtype is DType.F32:
         rows = min(rows, max(16, group))
     return 1 << (rows - 1).bit_length()
 

@@ -105,6 +105,7 @@ def test_variant_outside_the_limits_is_refused(change: dict[str, object], word: 
         (AttentionShape("tree_verify", 32, 8, 128, DType.BF16, 64), "tree_verify_d128_g4_w1_p32_r64_bf16"),
         (AttentionShape("tree_verify", 9, 3, 64, DType.BF16, 4), "tree_verify_d64_g3_w1_p32_r16_bf16"),
         (AttentionShape("tree_verify", 32, 32, 128, DType.F16, 200), "tree_verify_d128_g1_w4_p32_r64_f16"),
+        (AttentionShape("tree_verify", 32, 8, 128, DType.F32, 64), "tree_verify_d128_g4_w1_p32_r16_f32"),
         (AttentionShape("incremental", 32, 1, 64, DType.BF16, 1), "incremental_d64_g32_w1_p32_r32_bf16"),
     ],
 )
