@@ -53,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < low:
             flag = "--" + name.replace("_", "-")
             raise TuneError(f"{flag} {getattr(args, name)}", f"at least {low}", f"give a larger {flag}")
+    from flexspec.runtime.tune.host import restart_with_huge_pages
+
+    if sys.argv[1:2] == ["tune"]:  # this process is the command, not a program that calls it
+        restart_with_huge_pages()
     try:
         from flexspec.runtime.tune.run import tune
     except ModuleNotFoundError as error:

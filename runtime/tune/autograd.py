@@ -122,10 +122,12 @@ class _DistilLoss(Function):
     def forward(
         ctx: Any, state: Tensor, teacher: Tensor, target: Tensor, head: Tensor, shift: Tensor, ce_weight: float
     ) -> Tensor:
-        detached = state.detach()
+        n = len(state)
+        detached, teacher = pad_rows(state.detach(), _LOSS_ROWS), pad_rows(teacher, _LOSS_ROWS)
+        target = pad_rows(target + 1, _LOSS_ROWS) - 1
         grad = torch.empty_like(detached)
         total = 0.0
-        for i in range(0, len(state), _LOSS_ROWS):
+        for i in range(0, n, _LOSS_ROWS):
             rows = slice(i, i + _LOSS_ROWS)
             logits = (detached[rows] @ head.T).float().add_(shift)
             law = teacher[rows].float()
@@ -137,14 +139,20 @@ class _DistilLoss(Function):
             slope = log_q.exp_().mul_(1 + ce_weight * known).sub_(law)
             slope.scatter_add_(1, column, -ce_weight * known)
             grad[rows] = slope.to(grad.dtype) @ head
-        ctx.save_for_backward(grad)
-        ctx.rows = len(state)
-        return torch.tensor(total / len(state))
+        ctx.save_for_backward(grad[:n])
+        ctx.rows = n
+        return torch.tensor(total / n)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
         return grad * (grads[0] / ctx.rows).to(grad.dtype), None, None, None, None, None
+
+
+def pad_rows(x: Tensor, multiple: int) -> Tensor:
+    """``x`` with rows of zeros up to a multiple, so that matrix products meet few shapes."""
+    missing = -len(x) % multiple
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 from flexspec.runtime.tune.config import TrainConfig
 from flexspec.runtime.tune.corpus import Conversation
 
-_JITTER_TOKENS = 12  # sequences of nearly the same length change their neighbours from epoch to epoch
+# Sequences are padded to these lengths, so that a run meets few matrix shapes: oneDNN generates code for each new one.
+_LENGTHS = (64, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512, 640, 768, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +40,25 @@ class SubVocabulary:
     column_of: Tensor
 
 
+def padded_length(tokens: int) -> int:
+    """The length that a sequence of ``tokens`` is padded to."""
+    return next((length for length in _LENGTHS if length >= tokens), -(-tokens // 256) * 256)
+
+
 def plan_batches(lengths: Sequence[int], config: TrainConfig) -> list[NDArray[np.int64]]:
-    """The conversations of every step of the whole run, epoch after epoch; a fraction of an epoch is cut short."""
-    clipped = np.minimum(np.asarray(lengths), config.max_tokens)
+    """The conversations of every step of the whole run, epoch after epoch; a fraction of an epoch is cut short.
+
+    A batch holds sequences of one padded length, neighbours drawn anew each epoch.
+    """
+    padded = np.array([padded_length(min(n, config.max_tokens)) for n in lengths])
     steps: list[NDArray[np.int64]] = []
     for epoch in range(math.ceil(config.epochs)):
         rng = np.random.default_rng((config.seed, 1, epoch))
-        order = np.argsort(clipped + rng.integers(0, _JITTER_TOKENS, len(clipped)), kind="stable")
         groups: list[NDArray[np.int64]] = []
-        start = 0
-        while start < len(order):
-            end = start + 1
-            longest = int(clipped[order[start]])
-            while (
-                end < len(order) and max(longest, int(clipped[order[end]])) * (end + 1 - start) <= config.batch_tokens
-            ):
-                longest = max(longest, int(clipped[order[end]]))
-                end += 1
-            groups.append(order[start:end])
-            start = end
+        for length in np.unique(padded):
+            members = rng.permutation(np.flatnonzero(padded == length))
+            size = max(1, config.batch_tokens // int(length))
+            groups += [members[i : i + size] for i in range(0, len(members), size)]
         shuffled = [groups[i] for i in rng.permutation(len(groups))]
         share = min(1.0, config.epochs - epoch)
         steps += shuffled[: max(1, round(share * len(shuffled)))]
@@ -69,7 +70,7 @@ def load_batch(
 ) -> Batch:
     """Read the states of some conversations and mark their targets: the whole answer and a share of the prompt."""
     lengths = [min(len(c.ids), config.max_tokens) for c in conversations]
-    rows, width = max(lengths), conversations[0].states.shape[1]
+    rows, width = padded_length(max(lengths)), conversations[0].states.shape[1]
     ids = np.zeros((len(lengths), rows), np.int64)
     states = np.zeros((len(lengths), rows, width), np.uint16)
     trained = np.zeros((len(lengths), rows), bool)
@@ -95,8 +96,8 @@ def draw_sub_vocabulary(targets: Tensor, size: int, config: TrainConfig, generat
     """
     frequent = min(config.frequent, size)
     rare = torch.unique(targets[targets >= frequent])
-    others = torch.randperm(size - frequent, generator=generator)[: config.sampled] + frequent
-    others = others[~torch.isin(others, rare)]
+    others = torch.randperm(size - frequent, generator=generator) + frequent
+    others = others[~torch.isin(others, rare)][: max(0, config.sampled - len(rare))]  # one width in all steps
     columns = torch.cat([torch.arange(frequent), rare, others])
     shift = torch.zeros(len(columns))
     if len(others):

@@ -38,7 +38,7 @@ class GenerateConfig:
 class TrainConfig:
     """Distillation of the SSM. ``batch_tokens`` are rows of one optimiser step, padding included."""
 
-    epochs: float = 1.5
+    epochs: float = 1.25
     batch_tokens: int = 1600
     max_tokens: int = 640  # longer conversations keep their end
     depths: int = 3

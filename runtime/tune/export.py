@@ -122,10 +122,12 @@ tags: [speculative-decoding, ssm, flexspec]
 ---
 # SSM for {model.name}
 
-A small speculative model (SSM) that drafts tokens for **{model.name}** in flexspec. It changes how fast the LLM's text
-comes, never the text. It is of no use without that LLM: its embedding and LM head are rows of the LLM's own matrices.
+A small speculative model (SSM) that drafts tokens for **{model.name}** in flexspec.
+It changes how fast the LLM's text comes, never the text. It is of no use without that LLM: its embedding and LM head
+are rows of the LLM's own matrices.
 
-Made by `{command}`
+Made by `{command}`. The same command makes an equal SSM again, byte for byte where flexspec's CPU code generator, the
+instruction set and torch are of the same version.
 
 - Form: one Llama layer over `fc_embed(norm(embedding)) + fc_feature(norm(feature))`, {parameters / 1e6:.1f} M
   parameters in bfloat16. The feature at depth 1 is the LLM's fused hidden states (after layers {taps} and the last);

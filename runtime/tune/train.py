@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexspec.errors import TuneError
-from flexspec.runtime.tune.autograd import distil_loss
+from flexspec.runtime.tune.autograd import distil_loss, pad_rows
 from flexspec.runtime.tune.batches import Batch, SubVocabulary, draw_sub_vocabulary, load_batch, plan_batches
 from flexspec.runtime.tune.config import TrainConfig
 from flexspec.runtime.tune.corpus import Conversation
@@ -46,6 +46,9 @@ class Teacher:
 
 def prepare_torch(threads: int) -> None:
     """Thread count, and denormals flushed: softmax and exp are many times slower on them."""
+    os.environ.setdefault(
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192"
+    )  # a run's shapes times its products, all three ways
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
 
@@ -71,7 +74,7 @@ def batch_loss(
     outs = net.unroll(weights, teacher.embedding_VE[ids[:, 1:]], states[:, :-1], depths)
     rows = torch.full(trained.shape, -1)
     rows[trained] = torch.arange(int(trained.sum()))
-    before = states[:, :-1, -1][trained[:, 1:]].to(head.dtype)
+    before = pad_rows(states[:, :-1, -1][trained[:, 1:]].to(head.dtype), 256)
     law = torch.softmax((before @ head.T).float().add_(vocabulary.shift_U), -1).to(head.dtype)
     target = vocabulary.column_of[reduced_ids[ids[trained]]]
     total = torch.zeros(())

@@ -12,7 +12,7 @@ import torch
 from flexspec.errors import TuneError
 from flexspec.models.config import ModelConfig
 from flexspec.ops.rope import rope_tables
-from flexspec.runtime.tune.batches import draw_sub_vocabulary, plan_batches
+from flexspec.runtime.tune.batches import draw_sub_vocabulary, padded_length, plan_batches
 from flexspec.runtime.tune.config import TrainConfig, TuneConfig
 from flexspec.runtime.tune.corpus import Conversation, kept_tokens, to_bf16_bits
 from flexspec.runtime.tune.evaluate import TOP, hit_rates, true_ranks
@@ -121,16 +121,18 @@ def test_ranks_put_unknown_tokens_last() -> None:
 
 
 def test_batches_hold_every_conversation_once_an_epoch() -> None:
-    lengths = [3 + (7 * i) % 40 for i in range(50)]
-    config = replace(CONFIG, epochs=2.5)
+    lengths = [3 + (37 * i) % 160 for i in range(90)]
+    config = replace(CONFIG, epochs=2.5, batch_tokens=300, max_tokens=128)
     plan = plan_batches(lengths, config)
     for group in plan:
-        assert len(group) * max(min(lengths[i], config.max_tokens) for i in group) <= config.batch_tokens
+        padded = {padded_length(min(lengths[i], config.max_tokens)) for i in group.tolist()}
+        assert len(padded) == 1 and len(group) * padded.pop() <= config.batch_tokens
     flat = np.concatenate(plan).tolist()
     epoch = len(lengths)
     assert sorted(flat[:epoch]) == sorted(flat[epoch : 2 * epoch]) == list(range(epoch))
     assert 0.3 * epoch < len(flat) - 2 * epoch < 0.7 * epoch
-    assert plan_batches([100], config)[0].tolist() == [0]  # longer than a batch: alone
+    assert plan_batches([1000], replace(config, max_tokens=1000))[0].tolist() == [0]  # longer than a batch: alone
+    assert padded_length(64) == 64 and padded_length(65) == 96 and padded_length(1100) == 1280
 
 
 def test_sub_vocabulary_holds_targets_and_stands_for_the_rest() -> None:
