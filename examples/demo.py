@@ -58,8 +58,8 @@ def main() -> int:
     return 0
 
 
-def compiled(model: Path, ssm: Path, out: Path) -> Path:
-    """The artifact, compiled unless it was made from exactly these files by exactly this source."""
+def compiled(model: Path, ssm: Path, out: Path, *options: str) -> Path:
+    """The artifact, compiled with ``options`` unless it was made from exactly these files by exactly this source."""
     key = content_key([model, *sorted(ssm.glob("*")), *sorted(source_files())])
     stamp = out.with_suffix(".key")
     if out.exists() and stamp.exists() and stamp.read_text() == key:
@@ -67,7 +67,7 @@ def compiled(model: Path, ssm: Path, out: Path) -> Path:
         return out
     inside = [str(path.relative_to(ROOT)) for path in (model, ssm, out)]  # the artifact records the command
     command = [sys.executable, "-m", "flexspec", "compile", inside[0], "--ssm", inside[1], "-o", inside[2]]
-    subprocess.run(command, check=True, cwd=ROOT)
+    subprocess.run([*command, *options], check=True, cwd=ROOT)
     stamp.write_text(key)
     return out
 
