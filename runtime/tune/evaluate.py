@@ -57,11 +57,14 @@ def hit_rates(
     answer: list[Tensor] = []
     for conversation in conversations:
         batch = load_batch([conversation], config, net.taps, np.random.default_rng(0))
-        ids, first = batch.ids_BT[0], int(batch.trained_BT[0].nonzero()[0])
+        ids, first = batch.ids_BT[0, : batch.tokens], int(batch.trained_BT[0].nonzero()[0])  # the padding left out
         targets = reduced_ids[ids]
         answer.append(targets[first:])
         outs = net.unroll(
-            cast, teacher.embedding_VE[ids[None, 1:]], batch.states_BTJE[:, :-1].to(compute), min(depths, len(ids) - 2)
+            cast,
+            teacher.embedding_VE[ids[None, 1:]],
+            batch.states_BTJE[:, : len(ids) - 1].to(compute),
+            min(depths, len(ids) - 2),
         )
         for j, out in enumerate(outs):
             positions = torch.arange(first + j, len(ids))  # the root is a token of the answer or the prompt's last
