@@ -230,7 +230,10 @@ def _results_of(scope: Scope, op: Any, name: str, operands: list[Any]) -> Sequen
         raise Unmatched(
             "it has no canonical form", "operators of a Llama-like decoder block (see docs/design/torch-mlir.md)"
         )
-    return [RULES[name](scope, operands, _shape_of(types[0]))]
+    result = RULES[name](scope, operands, _shape_of(types[0]))
+    floats = types[0].split(",")[-1].startswith(("f", "bf")) or not isinstance(result, Term)
+    expect(floats or result.kind is Kind.POSITIONS, f"a result of type {types[0]}", "floating numbers")
+    return [result]
 
 
 def _shape_of(text: str) -> Shape:

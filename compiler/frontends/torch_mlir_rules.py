@@ -159,7 +159,8 @@ def _biased(scope: Scope, a: Term, b: Term, shape: Shape) -> Term:
 
 
 def _sum_parts(scope: Scope, a: Term, b: Term, axes: str, shape: Shape) -> Term:
-    expect(a.base == b.base, f"{a} and {b} of two values", "one rotation of one value")
+    once = a.base == b.base and not a.parts & b.parts
+    expect(once, f"{a} and {b}", "the summands of one rotation of one value, each once")
     x = changed(a, axes=axes, shape=shape, parts=a.parts | b.parts)
     return _rotation(scope, x) if x.parts == _ROTATED else x
 
@@ -175,7 +176,7 @@ def concatenate(scope: Scope, args: list[Any], shape: Shape) -> Term:
     rank = len(shape)
     expect(len(pieces) == 2 and dim % rank == rank - 1, f"{len(pieces)} tensors joined in dim {dim}", "two, last dim")
     a, b = pieces
-    if a.kind in (Kind.ANGLES, Kind.TABLE) and a == b:
+    if a.kind in (Kind.ANGLES, Kind.TABLE) and a == b and a.scale == b.scale:
         return changed(a, shape=shape)
     expect(
         a.kind is Kind.ROTARY and b.kind is Kind.ROTARY and a.base == b.base, f"cat({a}, {b})", "halves of one value"
@@ -199,6 +200,7 @@ def multiply(scope: Scope, args: list[Any], shape: Shape) -> Term:
         a, b = b, a
     if not isinstance(b, Term):
         expect(a.kind is Kind.TABLE and isinstance(b, float | int), f"{a} * {b}", "a factor on cos and sin")
+        expect(b == 1 or a.scale is not None, f"{a} times {b}", "tables that are passed or stored as they are used")
         return changed(a, scale=None if a.scale is None else a.scale * b)
     axes = broadcast(a, b, shape)
     pair = {a.kind: a, b.kind: b}
@@ -247,11 +249,6 @@ def _angles(positions: Term, const: Term, shape: Shape) -> Term:
     expect(fits, f"{positions} times {const}", "positions times one row of inverse frequencies")
     axes = "".join("1" if n == 1 else "T" if n is None else "F" for n in shape)
     return Term(Kind.ANGLES, axes, shape, const=flat)
-
-
-@rule("aten.outer", "aten.ger")
-def outer(scope: Scope, args: list[Any], shape: Shape) -> Term:
-    return matmul(scope, args, shape)
 
 
 @rule("aten.einsum")
@@ -306,7 +303,7 @@ def linear(scope: Scope, args: list[Any], shape: Shape) -> Term:
     return Term(Kind.VALUE, x.axes[:-1] + "C", shape, scope.emit("linear", operands))
 
 
-@rule("aten.matmul", "aten.mm", "aten.bmm")
+@rule("aten.matmul", "aten.mm", "aten.bmm", "aten.outer", "aten.ger")
 def matmul(scope: Scope, args: list[Any], shape: Shape) -> Term:
     a, b = args
     pair = {a.kind: a, b.kind: b}

@@ -149,6 +149,19 @@ def other_sign(m: Piece, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) 
     return torch.cat((lo * cos + hi * sin, hi * cos - lo * sin), -1)
 
 
+def twice(m: Piece, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    lo, hi = heads(x).chunk(2, -1)
+    return lo * cos - hi * sin + lo * cos
+
+
+def scaled_table(m: Piece, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return heads(x).chunk(2, -1)[0] * (2 * cos)
+
+
+def truncated(m: Piece, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return m.proj(x.to(torch.int64).to(x.dtype))
+
+
 def not_causal(m: Piece, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return functional.scaled_dot_product_attention(heads(x), heads(x), heads(x))
 
@@ -185,6 +198,9 @@ def no_attention(m: Piece, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
         (interleaved, "aten.slice.Tensor", r"halves of the head dim \(pairs d, d \+ D/2\)"),
         (quarter, "aten.slice.Tensor", "one half of the head dim"),
         (other_sign, "aten.cat", r"cat\(lo cos - hi sin, hi cos \+ lo sin\)"),
+        (twice, "aten.add.Tensor", "each once"),
+        (scaled_table, "aten.mul.Scalar", "tables that are passed"),
+        (truncated, "aten.to.dtype", "floating numbers"),
         (not_causal, "aten.scaled_dot_product_attention", "is_causal=True"),
         (rows_as_heads, "aten.scaled_dot_product_attention", "heads first"),
         (unjoined, "aten.flatten.using_ints", "joined again with rows first"),
