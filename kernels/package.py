@@ -217,7 +217,7 @@ def _add_program(writer: ArtifactWriter, part: _Part, options: CompileOptions, p
     digests = {}
     isas = options.isas or target_isas()
     for i, isa in enumerate(isas):
-        progress(f"compiling {part.name} for {isa}", i, len(isas))
+        progress(f"compiling {part.name}", i, len(isas))
         library = build_path(part.program.source, isa)
         writer.add_file(f"{folder}/{isa}.so", library)
         if isa in supported_isas():

@@ -56,14 +56,16 @@ def run(args: argparse.Namespace) -> int:
         print(delta.text, end="", flush=True)
         last[:] = [delta]
 
-    text = args.prompt
-    if served.chat is not None and not args.raw:
-        text = served.chat.render([{"role": "user", "content": args.prompt}])
-    served.engine.submit(served.tokenizer.encode(text, add_special=True), params, show)
-    while served.engine.step():
-        pass
+    try:
+        text = args.prompt
+        if served.chat is not None and not args.raw:
+            text = served.chat.render([{"role": "user", "content": args.prompt}])
+        served.engine.submit(served.tokenizer.encode(text, add_special=True), params, show)
+        while served.engine.step():
+            pass
+    finally:
+        served.close()
     print()
-    served.close()
     final = last[0]
     if final.error:
         raise EngineError(final.error, "a finished answer", "see the message")
