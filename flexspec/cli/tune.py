@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--batch", int, d.generate.batch, "conversations written at a time; changes speed only"),
         ("--epochs", float, d.train.epochs, "passes over the data"),
         ("--learning-rate", float, d.train.learning_rate, "peak learning rate"),
-        ("--vocab", int, d.reduced_vocab_size, "tokens that the SSM can draft"),
+        ("--vocab", int, d.reduced_vocab_size, "tokens that the SSM is trained on"),
+        ("--draft-vocab", int, d.draft_vocab_size, "of these, the tokens that it drafts"),
         ("--ngram-bytes", int, d.ngram_bytes, "most bytes of the n-gram table"),
         ("--threads", int, d.train.threads, "CPU threads"),
         ("--seed", int, d.train.seed, "seed of the data and of training"),
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         ),
         tap_layers=tuple(args.tap_layers),
         reduced_vocab_size=args.vocab,
+        draft_vocab_size=args.draft_vocab,
         ngram_bytes=args.ngram_bytes,
     )
     with progress_bars() as progress:
@@ -94,7 +96,7 @@ def command_line(args: argparse.Namespace) -> str:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["flexspec", "tune", args.model.name, "-o", "/".join(args.output.parts[-2:])]
-    for option in ("shards", "epochs", "learning_rate", "vocab", "tap_layers", "ngram_bytes", "seed"):
+    for option in ("shards", "epochs", "learning_rate", "vocab", "draft_vocab", "tap_layers", "ngram_bytes", "seed"):
         value = getattr(args, option)
         if value != parser.get_default(option):
             words += ["--" + option.replace("_", "-"), *(map(str, value) if isinstance(value, list) else [str(value)])]

@@ -68,10 +68,16 @@ class TuneConfig:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     tap_layers: tuple[int, ...] = (8, 18)
-    reduced_vocab_size: int = 8192
+    reduced_vocab_size: int = 8192  # tokens that the SSM is trained on, the most frequent ones
+    draft_vocab_size: int = 4096  # of these, the most frequent that it drafts: a smaller head makes a cheaper step
     held_out_every: int = 32  # one conversation in so many is only ever measured on
     ngram_order: int = 4
     ngram_bytes: int = 8_000_000
+
+    @property
+    def exported_vocab_size(self) -> int:
+        """Outputs of the exported SSM."""
+        return min(self.draft_vocab_size, self.reduced_vocab_size)
 
     def check(self, llm_layers: int, vocab_size: int) -> None:
         """Raise TuneError when the run cannot fit the LLM."""
@@ -87,6 +93,8 @@ class TuneConfig:
                 f"a reduced vocabulary of {self.reduced_vocab_size}", f"16 to {vocab_size} (the model's vocabulary)",
                 "change --vocab",
             )  # fmt: skip
+        if self.draft_vocab_size < 16:
+            raise TuneError(f"a draft vocabulary of {self.draft_vocab_size}", "16 or more", "change --draft-vocab")
 
     def generate_key(self, source_hash: str) -> str:
         """Folder name of the generated data: model, generation settings and taps, but not batch and shard count."""

@@ -51,7 +51,7 @@ def config_json(model: LoadedModel, config: TuneConfig) -> dict[str, Any]:
         "head_dim": c.head_dim, "rms_norm_eps": c.norm_eps, "max_position_embeddings": c.max_positions,
         "vocab_size": c.vocab_size, "tie_word_embeddings": False, "bos_token_id": c.bos_id,
         "eos_token_id": list(c.eos_ids), "rope_parameters": _rope_json(c.rope),
-        "reduced_vocab_size": config.reduced_vocab_size, "tap_layers": list(config.tap_layers),
+        "reduced_vocab_size": config.exported_vocab_size, "tap_layers": list(config.tap_layers),
         "llm": {"name": model.name, "source_hash": model.source_hash},
     }  # fmt: skip
 
@@ -132,7 +132,7 @@ instruction set and torch are of the same version.
 - Form: one Llama layer over `fc_embed(norm(embedding)) + fc_feature(norm(feature))`, {parameters / 1e6:.1f} M
   parameters in bfloat16. The feature at depth 1 is the LLM's fused hidden states (after layers {taps} and the last);
   deeper drafts read the SSM's own output state (the EAGLE-3 idea, arXiv 2503.01840).
-- Output: {config.reduced_vocab_size} tokens (`keep_ids`).
+- Output: {config.exported_vocab_size} tokens (`keep_ids`), the most frequent of the {config.reduced_vocab_size} it was trained on.
 - `ngram.safetensors`: a back-off {config.ngram_order}-gram table of the same answers, a drafter without a model step.
 - LLM: sha256 of its file `{model.source_hash}`.
 - Licence: Apache-2.0, as flexspec.

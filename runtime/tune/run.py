@@ -63,6 +63,8 @@ def tune(
     net, teacher, start = open_training(model, config, kept_tensor(kept))
     trainer = Trainer(net, start, teacher, train, config.train, checkpoints)
     weights = trainer.run(_reporter("training", progress, log))
+    kept = kept[: config.exported_vocab_size]  # kept_tokens ranks them by frequency
+    teacher = Teacher(teacher.embedding_VE, teacher.head_VE, kept_tensor(kept))
     result = TuneResult(
         len(corpus), sum(len(c.answer) for c in corpus), sum(c.prompt_tokens for c in corpus), trainer.steps,
         trainer.trained_tokens, *measure(net, weights, teacher, held_out, config),
