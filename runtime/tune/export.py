@@ -132,8 +132,8 @@ instruction set and torch are of the same version.
 - Form: one Llama layer over `fc_embed(norm(embedding)) + fc_feature(norm(feature))`, {parameters / 1e6:.1f} M
   parameters in bfloat16. The feature at depth 1 is the LLM's fused hidden states (after layers {taps} and the last);
   deeper drafts read the SSM's own output state (the EAGLE-3 idea, arXiv 2503.01840).
-- Output: {config.exported_vocab_size} tokens (`keep_ids`), the most frequent of the {config.reduced_vocab_size} that it was
-  trained on.
+- Output: {config.exported_vocab_size} tokens (`keep_ids`), the most frequent of the {config.reduced_vocab_size} that
+  it was trained on.
 - `ngram.safetensors`: a back-off {config.ngram_order}-gram table of the same answers, a drafter without a model step.
 - LLM: sha256 of its file `{model.source_hash}`.
 - Licence: Apache-2.0, as flexspec.
