@@ -6,7 +6,8 @@ Owns the order of these steps and nothing else. The engine drives it like any dr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from flexspec.runtime.drafters.budget import StepCost, choose_budget
 from flexspec.runtime.drafters.calibrate import Calibration
 from flexspec.runtime.drafters.merge import best_chain, merge_trees, most_promising, path_survival, take_nodes
 from flexspec.runtime.drafters.plan import DraftPlan, worst_case
+from flexspec.runtime.drafters.source_choice import SourceChoice
 from flexspec.tree import TokenTree
 
 _SMOOTHING = 0.1
@@ -29,12 +31,16 @@ class PlannedDrafter:
     ``step_cost`` is the LLM's measured cost by rows; without it method "budget" always takes ``max_nodes``.
     ``draft_cost`` is the measured cost of a round's drafting in the same unit; the engine may update it at any time.
     Where costs keep trees small, the sources are asked for little more than what was last verified: drafting for many
-    requests at once then costs in proportion to what it gives.
+    requests at once then costs in proportion to what it gives. With method "budget", measured costs and a source beside
+    the SSMs, the SSMs are asked only while that makes tokens come faster (source_choice.py).
     """
 
     name = "planned"
 
-    def __init__(self, plan: DraftPlan, drafters: Sequence[Drafter], step_cost: StepCost | None = None) -> None:
+    def __init__(
+        self, plan: DraftPlan, drafters: Sequence[Drafter], step_cost: StepCost | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
         by_name = {drafter.name: drafter for drafter in drafters}
         sources = plan.sources if plan.method != "off" else ()
         assert set(sources) <= set(by_name), f"the plan wants {sources}, there are {sorted(by_name)}"
@@ -46,6 +52,12 @@ class PlannedDrafter:
         self._usual_nodes = float(self.limits.max_nodes)  # verified nodes a request, smoothed
         self._drafters = [by_name[source] for source in sources]
         self.reads_features = any(drafter.reads_features for drafter in self._drafters)
+        self.choice = SourceChoice()
+        self._clock = clock
+        self._models = {source for source in sources if source.startswith("ssm")}
+        self._may_choose = plan.method == "budget" and 0 < len(self._models) < len(sources)
+        self._last_round: tuple[list[int], float] | None = None  # its requests, and when it began
+        self._tokens = 0  # committed since then
 
     def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
         for drafter in self._drafters:
@@ -56,6 +68,7 @@ class PlannedDrafter:
             drafter.observe_prompt(request_id, start, features_KE)
 
     def observe(self, request_id: int, committed: Sequence[int], features_KE: NDArray[np.float32] | None) -> None:
+        self._tokens += len(committed)
         for drafter in self._drafters:
             drafter.observe(request_id, committed, features_KE)
 
@@ -71,7 +84,7 @@ class PlannedDrafter:
         if not self._drafters or not requests:
             return [TokenTree.root_only(request.last_token) for request in requests]
         limited = [self._limit(request) for request in requests]
-        drafts = [drafter.propose(limited) for drafter in self._drafters]
+        drafts = [drafter.propose(limited) for drafter in self._asked(requests)]
         merged = [merge_trees([trees[i] for trees in drafts]) for i in range(len(requests))]
         survival = [path_survival(tree, self.calibration.scores(tree)) for tree in merged]
         kept = [self._keep(*item) for item in zip(limited, merged, survival, strict=True)]
@@ -81,6 +94,16 @@ class PlannedDrafter:
             kept = [nodes[:count] for nodes, count in zip(kept, budget.nodes, strict=True)]
             self._usual_nodes += _SMOOTHING * (max(budget.nodes) - self._usual_nodes)
         return [take_nodes(tree, nodes) for tree, nodes in zip(merged, kept, strict=True)]
+
+    def _asked(self, requests: Sequence[DraftRequest]) -> list[Drafter]:
+        """The sources of this round. A round is timed when the next one has the same requests."""
+        if not self._may_choose or self.step_cost is None:
+            return self._drafters
+        now, ids = self._clock(), [request.request_id for request in requests]
+        if self._last_round is not None and self._last_round[0] == ids:
+            self.choice.record(self._tokens, now - self._last_round[1])
+        self._last_round, self._tokens = (ids, now), 0
+        return [d for d in self._drafters if self.choice.with_models or d.name not in self._models]
 
     def _limit(self, request: DraftRequest) -> DraftRequest:
         usual = int(_HEADROOM * self._usual_nodes) + _SPARE_NODES
