@@ -30,7 +30,7 @@ $(STAMP):
 	  || { echo "$(PYTHON) is too old: Python 3.11 or newer is needed (make venv PYTHON=python3.12)"; exit 1; }
 	@echo "[1/3] creating .venv"
 	@$(PYTHON) -m venv .venv
-	@echo "[2/3] installing the packages of requirements.lock (about 1 GB, minutes on the first run)"
+	@echo "[2/3] installing the packages of requirements.lock (about 2.6 GB installed, minutes on the first run)"
 	@$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -r requirements.lock
 	@echo "[3/3] installing flexspec in development mode"
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .

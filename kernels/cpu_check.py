@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.errors import ArtifactError
 from flexspec.kernels.cpu_launch import CpuLibrary
 
 _ROWS = 8
@@ -22,7 +23,7 @@ _SEED = 20230516  # SpecInfer's first version, arXiv 2305.09781
 def seeded_digest(library: Path, weights: Sequence[NDArray[np.generic]]) -> str:
     """sha256 of the float32 logits [8, outputs] of 8 seeded tokens as one chain at position 0.
 
-    Raises ArtifactError when library and weights do not belong together.
+    Raises ArtifactError when library and weights do not belong together, or the logits are not finite.
     """
     program = CpuLibrary(library, weights, threads=1, max_rows=_ROWS, pages=1, max_positions=_ROWS)
     try:
@@ -49,6 +50,12 @@ def _logits_digest(program: CpuLibrary) -> str:
         "ancestors": np.zeros((_ROWS, 1), np.uint64),
         "features": states,
     }
-    logits = np.empty((_ROWS, facts.outputs), np.float32)
+    logits = np.full((_ROWS, facts.outputs), np.nan, np.float32)  # what a program leaves unwritten must show
     program.step(arrays, np.empty(_ROWS, np.int32), logits, None)
+    if not np.isfinite(logits).all():
+        raise ArtifactError(
+            "the self-test step gives logits that are missing or not finite",
+            "finite logits for every token",
+            "check the weights; bf16 may overflow where f32 does not",
+        )
     return hashlib.sha256(logits.tobytes()).hexdigest()

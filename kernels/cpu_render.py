@@ -139,6 +139,7 @@ def render(graph: Graph) -> CpuProgram:
     from flexspec.kernels.cpu_emit import EMITTERS, export_features
     from flexspec.text import print_node
 
+    _check_logits(graph)
     e = Emitter(graph, Roots(graph), element_type(graph))
     for i, node in enumerate(graph.nodes):
         kernel = kernel_of(node)
@@ -194,8 +195,24 @@ def _finish(e: Emitter) -> CpuProgram:
     return CpuProgram(source, tuple(e.table), e.dtype, facts)
 
 
+def _check_logits(graph: Graph) -> None:
+    """Only a linear's epilogue writes logits; anything behind it would be computed and never handed out."""
+    name = graph.outputs[0]
+    made_by = next((node for node in graph.nodes if name in [value.name for value in node.outputs]), None)
+    if made_by is None or kernel_of(made_by) != "linear":
+        raise CompileError(
+            f"output 0 of graph {graph.name}, {name}, comes from {made_by.op if made_by else 'an input'}",
+            "logits that come straight from a linear",
+            "make the LM head the last operator; the CPU backend has no kernel behind it yet",
+        )
+
+
 def record_expression(node: Node) -> str:
-    """The C++ expression of a row-wise operator. Raises CompileError when its record has none."""
+    """The C++ expression of a row-wise operator, ``{name}`` replaced by the node's attribute of that name.
+
+    Raises CompileError when the record has none, or when it leaves out an attribute: the program would then compute
+    something else than the reference for every other value of it.
+    """
     expression = record_of(node).kernel.cpu_expr
     if expression is None:
         raise CompileError(
@@ -203,6 +220,22 @@ def record_expression(node: Node) -> str:
             "a C++ expression over x0, x1",
             "set cpu_expr in the operator's record",
         )
+    for name, value in node.attrs:
+        mark = "{" + name + "}"
+        if mark not in expression:
+            raise CompileError(
+                f"operator {node.op} has the attribute {name}={value!r}, and its cpu_expr does not use it",
+                f"a cpu_expr with {mark} where the value belongs",
+                "write the attribute into the expression, or take it out of the record",
+            )
+        if isinstance(value, (str, tuple)):
+            raise CompileError(
+                f"attribute {name}={value!r} of the row-wise operator {node.op}",
+                "a number or a bool",
+                "give the operator a template of its own in kernels/templates/cpu",
+            )
+        number = f"{value!r}f" if isinstance(value, float) else str(int(value))
+        expression = expression.replace(mark, f"({number})")
     return expression
 
 

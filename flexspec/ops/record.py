@@ -44,9 +44,10 @@ class TpLayout:
 class KernelKey:
     """Which kernel family runs the operator on each backend.
 
-    ``cpu`` names a C++ template in kernels/templates/cpu (or "rowwise" with ``cpu_expr``: a C++ expression over
-    ``x0, x1, ...`` of type float, applied element by element). ``triton`` names a Triton template or "torch" when the
-    reference (cuBLAS through torch) is the kernel.
+    ``cpu`` is a key of kernels/cpu_emit.py's EMITTERS, or "rowwise" with ``cpu_expr``: a C++ expression over ``x0`` and
+    ``x1``, vectors of 16 floats (templates/cpu/simd.h offers fs_exp, fs_tanh, vmax, vmin and ``mask ? a : b``), with
+    ``{name}`` for each attribute. ``triton`` names a Triton template, or "torch" when the reference (cuBLAS through
+    torch) is the kernel.
     """
 
     cpu: str

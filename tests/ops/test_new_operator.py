@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from step_models import chain_rows, on_cpu, random_weights
 
 import flexspec.ops
 from flexspec.builder import GraphBuilder
 from flexspec.compiler.pipeline import LLM_PASSES, run_passes
-from flexspec.errors import GraphError
+from flexspec.errors import CompileError, GraphError
+from flexspec.graph import Graph
+from flexspec.kernels.cpu_render import render
 from flexspec.kernels.reference import run_graph
 from flexspec.ops import record
+from flexspec.runtime.pages import pack_rows
 from flexspec.text import parse_graph, print_graph
 from flexspec.types import DType
 from flexspec.verifier import verify
@@ -39,7 +45,7 @@ register(
     OpRecord(
         name="soft_cap", doc="bound * tanh(x / bound).", arity=(1, 1), shape=_shape, flops=flops_per_element(3),
         bytes=io_bytes, layouts=(TpLayout("replicated", (None,), (None,)), TpLayout("split", (1,), (1,))),
-        reference=_reference, kernel=KernelKey(cpu="rowwise", cpu_expr="30.0f * fs_tanh(x0 / 30.0f)"),
+        reference=_reference, kernel=KernelKey(cpu="rowwise", cpu_expr="{bound} * fs_tanh(x0 / {bound})"),
         attrs={"bound": float},
     )
 )
@@ -75,3 +81,46 @@ def test_without_the_file_the_operator_is_unknown() -> None:
     b = GraphBuilder("capped", DType.F32)
     with pytest.raises(GraphError, match="unknown operator 'soft_cap'"):
         b.call("soft_cap", (b.input("x", ("T", 8)),), {"bound": 30.0})
+
+
+def _capped_model(bound: float, *, on_logits: bool = False) -> Graph:
+    """ids -> embedding -> (cap) -> linear, or with the cap behind the linear."""
+    b = GraphBuilder("capped", DType.F32)
+    step = b.step_inputs()
+    x = b.embedding(step.ids_T, b.weight("embed", (40, 32)))
+    if not on_logits:
+        (x,) = b.call("soft_cap", (x,), {"bound": bound}, names=("capped",))
+    y = b.linear(b.select_rows(x, step.logit_rows_L), b.weight("head", (40, 32)))
+    if on_logits:
+        (y,) = b.call("soft_cap", (y,), {"bound": bound}, names=("logits_LV",))
+    return b.finish(y)
+
+
+@pytest.mark.usefixtures("soft_cap")
+@pytest.mark.parametrize("bound", [0.5, 2.0])
+def test_cpu_uses_the_attributes_of_a_row_wise_operator(bound: float) -> None:
+    """The same expression with two bounds: a value fixed in it would pass one of them at most."""
+    graph = _capped_model(bound)
+    weights = random_weights(graph, scale=1.0)
+    executor = on_cpu(graph, weights, pages=1)
+    ids = [3, 39, 0, 17]
+    found = executor.step(pack_rows([chain_rows(ids, 0, [0])]), want_logits=True).logits_LV
+    executor.close()
+    capped = bound * np.tanh(weights["embed"][ids] / bound)
+    assert found is not None
+    np.testing.assert_allclose(found, capped @ weights["head"].T, atol=1e-4)
+
+
+@pytest.mark.usefixtures("soft_cap")
+def test_an_expression_that_leaves_out_an_attribute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = _capped_model(2.0)
+    fixed = replace(record.record_of("soft_cap"), kernel=record.KernelKey("rowwise", cpu_expr="30.0f * fs_tanh(x0)"))
+    monkeypatch.setitem(record._RECORDS, "soft_cap", fixed)
+    with pytest.raises(CompileError, match="attribute bound=2.0, and its cpu_expr does not use it"):
+        render(graph)
+
+
+@pytest.mark.usefixtures("soft_cap")
+def test_logits_behind_another_operator_are_refused() -> None:
+    with pytest.raises(CompileError, match="comes from soft_cap"):
+        render(_capped_model(30.0, on_logits=True))
