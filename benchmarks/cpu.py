@@ -16,10 +16,10 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,14 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.fetch_model import fetch_model  # noqa: E402
 from benchmarks.measure import (  # noqa: E402
     Comparison,
+    answer,
     answer_all,
     compare,
     pooled_rate,
     pooled_tokens_per_round,
 )
+from benchmarks.moments import Bandwidth, bracket  # noqa: E402
 from examples.demo import Server, compiled  # noqa: E402
-from flexspec.kernels.cpu_build import find_compiler  # noqa: E402
 from flexspec.runtime.open_engine import ServeOptions, open_engine  # noqa: E402
 from flexspec.runtime.pages import RowGroup, pack_rows  # noqa: E402
 from flexspec.runtime.step import PAGE_TOKENS, Executor  # noqa: E402
@@ -64,28 +65,6 @@ def read_prompts(path: Path, per_category: int) -> list[Prompt]:
             found.append(Prompt(record["category"], record["turns"][0], line))
     groups = list(by_category.values())
     return [group[i] for i in range(per_category) for group in groups if i < len(group)]
-
-
-def read_bandwidth(threads: int) -> float:
-    """Bytes per second that plain reads of a weight-sized block reach (benchmarks/read_bandwidth.cpp)."""
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "read_bandwidth"
-        source = ROOT / "benchmarks" / "read_bandwidth.cpp"
-        subprocess.run(
-            [
-                find_compiler(),
-                "-O3",
-                "-march=native",
-                "-std=c++17",
-                "-pthread",
-                "-Wno-psabi",
-                str(source),
-                "-o",
-                str(program),
-            ],
-            check=True,
-        )
-        return float(subprocess.run([program, str(threads)], capture_output=True, text=True, check=True).stdout)
 
 
 def verify_over_decode(executor: Executor, context: int, repeats: int) -> dict[str, float]:
@@ -157,23 +136,52 @@ def cold_start(artifact: Path) -> dict[str, float]:
     return {"seconds": round(seconds, 2), "peak_memory_mb": round(peak / 1e6)}
 
 
-def run_peers(
-    prompts: Sequence[Prompt], names: Sequence[str], threads: int, max_tokens: int, batch: int
-) -> dict[str, Any]:
-    """Each peer on the same prompts and threads, through benchmarks/peers; an entry says why one is absent."""
-    if not names:
-        return {}
-    file, out = BUILD / f"peer_prompts_{batch}.jsonl", BUILD / f"peers_{batch}.json"
+def run_peer(name: str, prompts: Sequence[Prompt], threads: int, max_tokens: int, batch: int) -> dict[str, Any]:
+    """One peer on our prompts and threads, through benchmarks/peers; the entry says why it is absent, if it is."""
+    file, out = BUILD / f"peer_prompts_{batch}.jsonl", BUILD / f"peer_{name}_{batch}.json"
     file.write_text("".join(prompt.line + "\n" for prompt in prompts), encoding="utf-8")
-    command = [sys.executable, "-m", "benchmarks.peers.run", *names, "--prompts", str(file), "--threads", str(threads)]
+    command = [sys.executable, "-m", "benchmarks.peers.run", name, "--prompts", str(file), "--threads", str(threads)]
     command += ["--max-new-tokens", str(max_tokens), "--batch", str(batch), "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT)
     if done.returncode:
-        return {name: {"absent": f"benchmarks/peers failed with {done.returncode}"} for name in names}
-    peers: dict[str, Any] = json.loads(out.read_text())["peers"]
-    for entry in peers.values():
-        entry.pop("output_ids", None)
-    return peers
+        return {"absent": f"benchmarks/peers failed with {done.returncode}"}
+    entry: dict[str, Any] = json.loads(out.read_text())["peers"][name]
+    entry.pop("output_ids", None)
+    return entry
+
+
+def off_rate(artifact: Path, prompts: Sequence[Prompt], threads: int, max_tokens: int) -> float:
+    """Decode rate of one request after the other, speculation off."""
+    served = open_engine(artifact, ServeOptions(draft="off", threads=threads, verify=False))
+    try:
+        params = SamplingParams(max_tokens=max_tokens)
+        return pooled_rate([answer(served, p.text, params) for p in prompts])
+    finally:
+        served.close()
+
+
+def measure_peers(artifact: Path, prompts: Sequence[Prompt], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Each peer between two runs of ours: one request at a time, and sixteen at once on all processors."""
+    few = prompts[: args.peer_prompts]
+    sixteen = [prompts[i % len(prompts)] for i in range(16)]
+    cores = os.cpu_count() or 1
+    single = {
+        name: bracket(
+            lambda: off_rate(artifact, few, args.threads, args.max_tokens),
+            partial(run_peer, name, few, args.threads, args.max_tokens, 1),
+            "decode_tokens_per_s",
+        )
+        for name in args.peers
+    }
+    batched = {
+        name: bracket(
+            lambda: batch_rate(artifact, sixteen, cores, args.max_tokens),
+            partial(run_peer, name, sixteen, cores, args.max_tokens, 16),
+            "tokens_per_s",
+        )
+        for name in args.batch_peers
+    }
+    return {"peers": single, "batch_16_peers": batched}
 
 
 def by_category(prompts: Sequence[Prompt], result: Comparison) -> dict[str, dict[str, float]]:
@@ -226,19 +234,21 @@ def main() -> int:
     model = fetch_model(ROOT / "build/models/SmolLM2-135M-Instruct.Q4_1.gguf")
     artifact = compiled(model, ROOT / "ssm/smollm2-135m", ROOT / "build/smollm2.fspec")
     prompts = read_prompts(args.prompts, args.per_category)
-    bandwidth = read_bandwidth(args.threads)
     options = ServeOptions(draft=args.draft, threads=args.threads)
+    with Bandwidth(args.threads) as bandwidth:
+        bandwidth.sample()
 
-    def note(done: int, of: int) -> None:
-        print(f"\rprompt {done} of {of}", end="" if done < of else "\n", file=sys.stderr, flush=True)
+        def note(done: int, of: int) -> None:
+            print(f"\rprompt {done} of {of}", end="" if done < of else "\n", file=sys.stderr, flush=True)
+            if done % 3 == 0:
+                bandwidth.sample()
 
-    result = compare(artifact, [p.text for p in prompts], args.max_tokens, options, note)
-    peers = run_peers(prompts[: args.peer_prompts], args.peers, args.threads, args.max_tokens, 1)
+        result = compare(artifact, [p.text for p in prompts], args.max_tokens, options, note)
+    peers = measure_peers(artifact, prompts, args)
     sixteen = [prompts[i % len(prompts)] for i in range(16)]
     batch = batch_rate(artifact, sixteen, os.cpu_count() or 1, args.max_tokens)
-    batch_peers = run_peers(sixteen, args.batch_peers, os.cpu_count() or 1, args.max_tokens, 16)
     parameters = json.loads((artifact / "model.json").read_text())["models"][0]["parameter_bytes"]
-    floor = bandwidth / parameters
+    floor = bandwidth.median / parameters
     verify = measure_verify(artifact, sorted({1, os.cpu_count() or 1}), 5 if args.quick else 15)
     report = {
         "threads": args.threads,
@@ -258,14 +268,13 @@ def main() -> int:
         "draft_share": round(result.draft_s / result.total_s, 4),
         "verify_over_decode": verify["1"],
         "verify_over_decode_by_threads": verify,
-        "read_bandwidth_bytes_per_s": bandwidth,
+        "read_bandwidth_bytes_per_s": bandwidth.report(),
         "weight_bytes": parameters,
         "floor_tokens_per_s": round(floor, 2),
         "off_over_floor": round(result.off_tokens_per_s / floor, 3),
         "batch_16_tokens_per_s": round(batch, 1),
         "cold_start": cold_start(artifact),
-        "peers": peers,
-        "batch_16_peers": batch_peers,
+        **peers,
         "machine": machine(),
     }
     args.out.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
