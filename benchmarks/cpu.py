@@ -101,7 +101,7 @@ def measure_verify(artifact: Path, threads: Sequence[int], repeats: int) -> dict
     """verify_over_decode by thread count."""
     found = {}
     for count in threads:
-        served = open_engine(artifact, ServeOptions(draft="off", threads=count, verify=False))
+        served = open_engine(artifact, ServeOptions(draft="off", threads=count, checks=False))
         found[str(count)] = verify_over_decode(served.engine.executor, 400, repeats)
         served.close()
     return found
@@ -109,7 +109,7 @@ def measure_verify(artifact: Path, threads: Sequence[int], repeats: int) -> dict
 
 def batch_rate(artifact: Path, prompts: Sequence[Prompt], threads: int, max_tokens: int) -> float:
     """New tokens per second, all requests together and prefill included, 16 at once without speculation."""
-    served = open_engine(artifact, ServeOptions(draft="off", threads=threads, verify=False))
+    served = open_engine(artifact, ServeOptions(draft="off", threads=threads, checks=False))
     try:
         began = time.perf_counter()
         answers = answer_all(served, [p.text for p in prompts], SamplingParams(max_tokens=max_tokens))
@@ -152,7 +152,7 @@ def run_peer(name: str, prompts: Sequence[Prompt], threads: int, max_tokens: int
 
 def off_rate(artifact: Path, prompts: Sequence[Prompt], threads: int, max_tokens: int) -> float:
     """Decode rate of one request after the other, speculation off."""
-    served = open_engine(artifact, ServeOptions(draft="off", threads=threads, verify=False))
+    served = open_engine(artifact, ServeOptions(draft="off", threads=threads, checks=False))
     try:
         params = SamplingParams(max_tokens=max_tokens)
         return pooled_rate([answer(served, p.text, params) for p in prompts])

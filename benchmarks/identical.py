@@ -94,7 +94,7 @@ def read_prompts(path: Path, count: int) -> list[str]:
 
 def run_off(artifact: Path, prompts: Sequence[str], params: SamplingParams, options: ServeOptions) -> list[Answer]:
     """Each prompt alone, without speculation."""
-    served = open_engine(artifact, replace(options, draft="off", verify=True))
+    served = open_engine(artifact, replace(options, draft="off", checks=True))
     try:
         answers = []
         for i, prompt in enumerate(prompts):
@@ -172,7 +172,7 @@ def main() -> int:
     plans = args.draft or default_plans(sources_of(artifact))
     params = SamplingParams(max_tokens=args.max_tokens)
     # Not measured: without step costs a budget takes all its nodes, which is what is to be tested.
-    options = ServeOptions(threads=args.threads, max_requests=args.together, measure=False, verify=False)
+    options = ServeOptions(threads=args.threads, max_requests=args.together, measure=False, checks=False)
     off = run_off(artifact, prompts, params, options)
     print(HEADER, flush=True)
     outcomes = []

@@ -1,6 +1,6 @@
 """Opens an artifact (``NAME.fspec``, a folder or one file) and hands out its checked contents.
 
-Owns reading and checking: format version, presence, sizes and digests are verified at open, so that a damaged file is
+Owns reading and checking: format version, presence, sizes and digests are checked at open, so that a damaged file is
 one clear error at start-up and never a crash in a kernel. Writing is in ``artifact_writer.py``, the one-file form in
 ``artifact_zip.py``.
 """
@@ -18,7 +18,7 @@ from flexspec.compiler.manifest import MANIFEST_NAME, FileEntry, Json, Manifest,
 from flexspec.compiler.tensor_file import AnyArray, map_tensors
 from flexspec.errors import ArtifactError
 
-ALWAYS_HASHED_BYTES = 1 << 20  # files up to this size are hashed even when ``verify`` is off
+ALWAYS_HASHED_BYTES = 1 << 20  # files up to this size are hashed even when ``check_digests`` is off
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +78,23 @@ class Artifact:
         return f"rebuild it: {self.manifest.rebuild}"
 
 
-def open_artifact(path: Path, *, verify: bool = True) -> Artifact:
+def open_artifact(path: Path, *, check_digests: bool = True) -> Artifact:
     """Open and check the artifact at ``path``.
 
-    Sizes of all files and digests of small ones are always checked; ``verify=False`` skips the digests of large files
-    (about 0.2 s per 300 MB). Raises ArtifactError naming the file that is wrong and the command that rebuilds it.
+    Sizes of all files and digests of small ones are always checked; ``check_digests=False`` skips the digests of large
+    files (about 0.2 s per 300 MB). Raises ArtifactError naming the file that is wrong and the command that rebuilds it.
     """
     path = Path(path)
     if not path.is_file():
-        return _open_folder(path, path, verify)
+        return _open_folder(path, path, check_digests)
     try:
-        return _open_folder(unpack_to_cache(path), path, verify)
+        return _open_folder(unpack_to_cache(path), path, check_digests)
     except ArtifactError:
         forget_unpacked(path)  # what is in the cache may be damaged while the file itself is sound
-        return _open_folder(unpack_to_cache(path), path, verify)
+        return _open_folder(unpack_to_cache(path), path, check_digests)
 
 
-def _open_folder(root: Path, path: Path, verify: bool) -> Artifact:
+def _open_folder(root: Path, path: Path, check_digests: bool) -> Artifact:
     """Check and open the folder ``root`` of the artifact that the user named ``path``."""
     fix = f"make it: flexspec compile MODEL -o {path}"
     try:
@@ -106,11 +106,11 @@ def _open_folder(root: Path, path: Path, verify: bool) -> Artifact:
         raise ArtifactError(f"{path}: {error.strerror or error}", "a readable artifact", fix) from None
     manifest = decode_manifest(data, path.name)
     for name, entry in manifest.files.items():
-        _check_file(root, name, entry, manifest.rebuild, verify)
+        _check_file(root, name, entry, manifest.rebuild, check_digests)
     return Artifact(root, manifest)
 
 
-def _check_file(root: Path, name: str, entry: FileEntry, rebuild: str, verify: bool) -> None:
+def _check_file(root: Path, name: str, entry: FileEntry, rebuild: str, check_digests: bool) -> None:
     path, fix = root / name, f"rebuild it: {rebuild}"
     try:
         size = path.stat().st_size if path.is_file() else None
@@ -118,7 +118,7 @@ def _check_file(root: Path, name: str, entry: FileEntry, rebuild: str, verify: b
             raise ArtifactError(f"{root.name}: {name} is missing", f"a file of {entry.size_bytes} bytes", fix)
         if size != entry.size_bytes:
             raise ArtifactError(f"{root.name}: {name} has {size} bytes", f"{entry.size_bytes} bytes", fix)
-        if (verify or size <= ALWAYS_HASHED_BYTES) and _sha256(path) != entry.sha256:
+        if (check_digests or size <= ALWAYS_HASHED_BYTES) and _sha256(path) != entry.sha256:
             raise ArtifactError(f"{root.name}: the contents of {name} changed", f"sha256 {entry.sha256}", fix)
     except OSError as error:
         raise _unreadable(root, name, error, fix) from None

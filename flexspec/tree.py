@@ -1,7 +1,7 @@
 """The token tree: nodes hold tokens, the root (node 0) is the last committed token.
 
 Owns the structure and its derived arrays (depths, ancestor words). Nodes are in topological order: a parent's index is
-lower than its children's. Scores, budgets and drafting live in runtime/drafters; acceptance in runtime/verify.
+lower than its children's. Scores, budgets and drafting live in runtime/drafters; acceptance in runtime/accept.
 """
 
 from __future__ import annotations

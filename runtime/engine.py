@@ -1,7 +1,7 @@
 """The round: draft, verify every tree in one LLM pass, accept, commit, gather KV. Prompt chunks share the same pass.
 
 Owns the requests in flight and the order of a step; who may enter is runtime/scheduler's, which path is taken
-runtime/verify's, and appending to a sequence runtime/commit's. One thread calls :meth:`Engine.step`; ``submit`` and
+runtime/accept's, and appending to a sequence runtime/commit's. One thread calls :meth:`Engine.step`; ``submit`` and
 ``cancel`` may come from any thread.
 """
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.errors import EngineError, FlexspecError
+from flexspec.runtime.accept import Accepted, accept_greedy, accept_sampled
 from flexspec.runtime.api import Delta, EngineLoad, OnDelta
 from flexspec.runtime.commit import Committed, commit
 from flexspec.runtime.drafters.base import DraftRequest
@@ -26,7 +27,6 @@ from flexspec.runtime.pages import RowGroup, pack_rows
 from flexspec.runtime.scheduler import Limits, Running, Scheduler
 from flexspec.runtime.sequence import Detokenizer
 from flexspec.runtime.step import Executor, StepResult
-from flexspec.runtime.verify import Accepted, accept_greedy, accept_sampled
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree
 

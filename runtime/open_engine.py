@@ -66,7 +66,7 @@ class ServeOptions:
     max_rows: int = 256
     context_tokens: int = 0  # 0 = as long as the model and the pool allow
     measure: bool = True  # time a few steps at start, so that the tree budget knows its costs
-    verify: bool = True  # check all digests and run the self-test
+    checks: bool = True  # all digests and the self-test
 
     @property
     def pages(self) -> int:
@@ -98,7 +98,7 @@ def open_engine(path: Path, options: ServeOptions, observer: Observer | None = N
 
     Raises ArtifactError, CapacityError, RequestError for a bad draft plan, ToolchainError for a device that is missing.
     """
-    artifact = open_artifact(path, verify=options.verify)
+    artifact = open_artifact(path, check_digests=options.checks)
     record = record_from_json(artifact.read_json("model.json"))
     plan = plan_from_json(artifact.read_json("plan.json"))
     draft = _choose_draft(options.draft, plan, _sources(artifact, record))
@@ -205,7 +205,7 @@ def _chat(artifact: Artifact, record: ModelRecord) -> ChatRenderer | None:
 def _executor(artifact: Artifact, isa: str, part: PartRecord, options: ServeOptions) -> CpuExecutor:
     library = artifact.file(f"kernels/cpu/{part.name}/{isa}.so")
     weights = _weights(artifact, part)
-    if options.verify:
+    if options.checks:
         _self_test(artifact, isa, part.name, library, weights)
     executor = CpuExecutor(
         library,

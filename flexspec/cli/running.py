@@ -26,7 +26,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-tokens", type=int, default=16_384, help="tokens the KV pool holds (default 16384)")
     parser.add_argument("--max-requests", type=int, default=16, help="requests that run at once (default 16)")
     parser.add_argument("--context", type=int, default=0, help="longest prompt plus output (default: the model's)")
-    parser.add_argument("--no-verify", action="store_true", help="skip digests and the self-test at start")
+    parser.add_argument("--no-checks", action="store_true", help="skip digests and the self-test at start")
 
 
 def serve_options(args: argparse.Namespace) -> ServeOptions:
@@ -53,5 +53,5 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
         kv_tokens=args.kv_tokens,
         max_requests=args.max_requests,
         context_tokens=args.context,
-        verify=not args.no_verify,
+        checks=not args.no_checks,
     )

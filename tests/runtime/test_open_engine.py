@@ -158,10 +158,10 @@ LIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_model_json_that_lies_is_refused(artifact: Path, tmp_path: Path, lie: str, verify: bool) -> None:
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_model_json_that_lies_is_refused(artifact: Path, tmp_path: Path, lie: str, checks: bool) -> None:
     path = changed_json(artifact, tmp_path / "lie.fspec", "model.json", LIES[lie])
-    with pytest.raises(ArtifactError), opened(path, verify=verify):
+    with pytest.raises(ArtifactError), opened(path, checks=checks):
         pass
 
 
@@ -169,11 +169,11 @@ def constantly(data: bytes) -> Callable[[bytes], bytes]:
     return lambda _: data
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_library_that_is_none_is_refused(artifact: Path, tmp_path: Path, verify: bool) -> None:
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_library_that_is_none_is_refused(artifact: Path, tmp_path: Path, checks: bool) -> None:
     for i, data in enumerate((b"not a library", b"\x7fELF" + bytes(100))):
         path = changed_copy(artifact, tmp_path / f"{i}.fspec", LIBRARY, constantly(data), signed=True)
-        with pytest.raises(ArtifactError, match="not a program of this version"), opened(path, verify=verify):
+        with pytest.raises(ArtifactError, match="not a program of this version"), opened(path, checks=checks):
             pass
 
 
@@ -181,7 +181,7 @@ def test_self_test_finds_other_weights(artifact: Path, tmp_path: Path) -> None:
     path = changed_copy(artifact, tmp_path / "w.fspec", "weights/llm.safetensors", flip, signed=True)
     with pytest.raises(ArtifactError, match="computes other logits"):
         open_engine(path, SMALL)
-    with opened(path, verify=False) as served:
+    with opened(path, checks=False) as served:
         assert answer(served, "hello", SamplingParams(max_tokens=3)).last.finish_reason is not None
 
 

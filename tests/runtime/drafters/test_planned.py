@@ -7,6 +7,7 @@ import pytest
 from table_ssm import TableSsm, logits_after
 
 from flexspec.compiler.ngram_table import build_table
+from flexspec.runtime.accept import accept_greedy
 from flexspec.runtime.drafters.base import Drafter, DraftRequest
 from flexspec.runtime.drafters.budget import StepCost
 from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
@@ -15,7 +16,6 @@ from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
 from flexspec.runtime.step import StepBatch, StepResult
-from flexspec.runtime.verify import accept_greedy
 from flexspec.sampling import SamplingParams
 
 VOCAB = 16

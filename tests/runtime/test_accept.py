@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexspec.errors import EngineError
-from flexspec.runtime import verify
+from flexspec.runtime import accept
+from flexspec.runtime.accept import RULES, Accepted, accept_greedy, accept_sampled, choose_method
 from flexspec.runtime.noise import DraftNoise, Purpose, RoundNoise, draft_child, draw_token, stream
 from flexspec.runtime.transforms import target_law
-from flexspec.runtime.verify import RULES, Accepted, accept_greedy, accept_sampled, choose_method
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree
 
@@ -48,7 +48,7 @@ def trees(draw: st.DrawFn) -> TokenTree:
 
 @settings(max_examples=60, deadline=None)
 @given(trees(), st.integers(0, 2**32 - 1), st.sampled_from(["match", "traversal"]))
-def test_temperature_zero_is_the_greedy_path(tree: TokenTree, seed: int, method: verify.Method) -> None:
+def test_temperature_zero_is_the_greedy_path(tree: TokenTree, seed: int, method: accept.Method) -> None:
     rows: dict[tuple[int, ...], np.ndarray] = {}
     for node in range(len(tree)):  # equal prefixes have equal logits, as an LLM's have
         path = tuple(tree.tokens[at] for at in tree.path(node))
@@ -84,7 +84,7 @@ def test_match_gives_the_same_tokens_whatever_is_drafted(seed) -> None:
 
 def test_laws_are_computed_for_visited_nodes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(verify, "target_law", lambda row, params: seen.append(1) or target_law(row, params))
+    monkeypatch.setattr(accept, "target_law", lambda row, params: seen.append(1) or target_law(row, params))
     tree = TokenTree((0, 1, 2, 3, 4), (-1, 0, 0, 1, 2))
     rows = np.full((5, V), -np.inf, np.float32)
     rows[:, 0] = 0.0  # every draft has probability 0
@@ -121,7 +121,7 @@ def test_the_default_rule() -> None:
         (TokenTree((0, V), (-1, 0)), "match", "outside the LLM's vocabulary"),
     ],
 )
-def test_what_would_not_be_exact_is_refused(tree: TokenTree, method: verify.Method, why: str) -> None:
+def test_what_would_not_be_exact_is_refused(tree: TokenTree, method: accept.Method, why: str) -> None:
     rows = np.zeros((len(tree), V), np.float32)
     rows[:, 1] = -1.0
     with pytest.raises(AssertionError, match=why):

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from flexspec.runtime.accept import RULES, check_exact
 from flexspec.runtime.noise import draft_child
 from flexspec.runtime.transforms import target_law
-from flexspec.runtime.verify import RULES, check_exact
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree
 
