@@ -60,16 +60,16 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool) -> list[int]:
         """Token ids of ``text``; texts of special tokens count as those tokens.
 
-        With ``add_special`` the tokenizer's own prefix (BOS, if it has one) comes first, unless the text already begins
-        with it: a chat template that writes BOS itself still gives exactly one. Raises RequestError for text that is
-        not Unicode (lone surrogates).
+        With ``add_special`` the tokenizer's own prefix (BOS, if it has one) comes first; what of it the text begins
+        with already is not put in twice: a chat template that writes BOS itself still gives exactly one. Raises
+        RequestError for text that is not Unicode (lone surrogates).
         """
         if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
             raise RequestError("text with a lone surrogate", "valid Unicode", "send whole UTF-16 pairs")
         ids: list[int] = _guarded(lambda: self._inner.encode(text, add_special_tokens=False).ids)
-        if add_special and ids[: len(self._prefix)] != self._prefix:
-            return self._prefix + ids
-        return ids
+        if not add_special:
+            return ids
+        return self._prefix + ids[_common(self._prefix, ids) :]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The whole text of ``ids``; bytes that are not UTF-8 show as U+FFFD, unknown ids as nothing."""
@@ -110,6 +110,12 @@ class Tokenizer:
         """sha256 of all (id, token) pairs: equal for tokenizers whose ids mean the same."""
         pairs = sorted((token_id, token) for token, token_id in self._vocab.items())
         return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+def _common(first: list[int], second: list[int]) -> int:
+    """How many tokens both lists begin with."""
+    most = min(len(first), len(second))
+    return next((i for i in range(most) if first[i] != second[i]), most)
 
 
 class Detokenizer:

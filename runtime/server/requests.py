@@ -23,13 +23,13 @@ _SEED_SPAN = 2**64
 
 
 class Tokenizer(Protocol):
-    """Text to token ids; ``add_special`` adds the tokens that begin a document (BOS)."""
+    """Text to token ids; ``add_special`` puts the tokens that begin a document (BOS) in front, where they lack."""
 
     def encode(self, text: str, add_special: bool) -> list[int]: ...
 
 
 class ChatRenderer(Protocol):
-    """A chat to the text the model was trained on, with its special tokens, BOS included."""
+    """A chat to the text the model was trained on, with its special tokens; BOS only if the template writes it."""
 
     def render(self, messages: list[dict[str, str]]) -> str: ...
 
@@ -128,8 +128,9 @@ def read_chat(body: Mapping[str, object], tokenizer: Tokenizer, chat: ChatRender
         text = chat.render(messages)
     except TokenizerError as error:
         raise RequestError(error.found, error.expected, error.fix, param="messages") from error
-    # The template has written BOS already; a second one would shift the whole prompt (vllm#9519).
-    prompt = _checked_ids(tokenizer.encode(text, False), "messages", limits)
+    # BOS exactly once: some templates write it, others leave it to the tokenizer, which adds it only where it lacks. A
+    # second one would shift the whole prompt (vllm#9519).
+    prompt = _checked_ids(tokenizer.encode(text, True), "messages", limits)
     name = "max_tokens"
     max_tokens = asked.max_tokens
     if asked.max_completion_tokens is not None:

@@ -14,6 +14,8 @@ from tiny_models import byte_alphabet, byte_level_tokens, random_weights, senten
 
 from flexspec.compiler.frontends.open_model import LoadedModel, open_model
 from flexspec.errors import FlexspecError, RequestError, TokenizerError
+from flexspec.runtime.chat import ChatRenderer
+from flexspec.runtime.server.requests import Limits, read_chat
 from flexspec.runtime.tokenizer import Detokenizer, Tokenizer
 
 KINDS = ["gpt2", "llama"]
@@ -91,6 +93,33 @@ def test_exactly_one_bos(both: dict[str, Tokenizer]) -> None:
     assert tokenizer.encode("<s>hello", True).count(1) == 1  # a template that writes BOS itself
     assert once[0] == 1 and once.count(1) == 1
     assert tokenizer.encode("hello", False).count(1) == 0
+
+
+@pytest.mark.parametrize("writes_bos", [True, False])
+def test_a_chat_prompt_has_one_bos_whether_or_not_the_template_writes_it(
+    both: dict[str, Tokenizer], writes_bos: bool
+) -> None:
+    """The server's own path, over a real template and a tokenizer that adds BOS."""
+    template = "{{ bos_token }}" * writes_bos + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    ask = read_chat(body, both["llama"], ChatRenderer(template, {"bos_token": "<s>"}), Limits(256, 400))
+    assert ask.samples[0].prompt_ids == [1, both["llama"].token_id("▁hello")]
+    without = read_chat(body, both["gpt2"], ChatRenderer("{{ messages[0].content }}", {}), Limits(256, 400))
+    assert without.samples[0].prompt_ids == [both["gpt2"].token_id("hello")]  # a tokenizer that adds none gets none
+
+
+def test_a_prefix_is_completed_not_repeated(tmp_path: Path) -> None:
+    """A tokenizer that begins a text with two tokens, and a template that writes the first of them."""
+    model = load(tmp_path, "llama")
+    assert model.tokenizer_json is not None
+    document = json.loads(model.tokenizer_json)
+    post = document["post_processor"]
+    post["single"].insert(1, {"SpecialToken": {"id": "<unk>", "type_id": 0}})
+    post["special_tokens"]["<unk>"] = {"id": "<unk>", "ids": [0], "tokens": ["<unk>"]}
+    tokenizer = Tokenizer(json.dumps(document).encode(), model.config.eos_ids, model.config.bos_id)
+    hello = tokenizer.token_id("▁hello")
+    for text in ("hello", "<s>hello"):
+        assert tokenizer.encode(text, True) == [1, 0, hello]
 
 
 def test_an_eos_behind_the_prompt_is_not_added(tmp_path: Path) -> None:

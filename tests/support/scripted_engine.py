@@ -160,14 +160,19 @@ class ScriptedEngine:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids, BOS in front when asked."""
+    """UTF-8 bytes as ids; BOS for a leading "<bos>", or in front when asked, once."""
 
     def encode(self, text: str, add_special: bool) -> list[int]:
-        return [BOS] * add_special + list(text.encode("utf-8"))
+        written = text.startswith("<bos>")
+        return [BOS] * (add_special or written) + list(text.removeprefix("<bos>").encode("utf-8"))
 
 
 class PlainChat:
-    """A template with one line a message."""
+    """A template with one line a message, which leaves BOS to the tokenizer unless ``bos`` is given."""
+
+    def __init__(self, bos: str = "") -> None:
+        self._bos = bos
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        return "".join(f"<{message['role']}>{message['content']}\n" for message in messages) + "<assistant>"
+        lines = "".join(f"<{message['role']}>{message['content']}\n" for message in messages)
+        return f"{self._bos}{lines}<assistant>"

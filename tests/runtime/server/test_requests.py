@@ -54,7 +54,7 @@ def test_offered_parameters_reach_the_engine(call: Any, body: Any, wanted: Any, 
     ask = call(limits, **body)
     defaults: dict[str, Any] = {"temperature": 1.0, "max_tokens": 16}
     if call is chat:
-        defaults["max_tokens"] = limits.context_tokens - len("<user>hello\n<assistant>")
+        defaults["max_tokens"] = limits.context_tokens - len([BOS, *"<user>hello\n<assistant>"])
     assert [sample.params for sample in ask.samples] == [SamplingParams(**{**defaults, **wanted})]
 
 
@@ -133,8 +133,10 @@ def test_the_default_length_of_a_chat_answer_can_be_capped(limits: Limits) -> No
     )  # the engine refuses it; here it must not crash
 
 
-def test_a_chat_has_no_second_bos_and_a_prompt_has_one(limits: Limits) -> None:
-    assert BOS not in chat(limits).samples[0].prompt_ids
+@pytest.mark.parametrize("written", ["", "<bos>"], ids=["by the tokenizer", "by the template"])
+def test_bos_stands_once_whoever_writes_it(written: str, limits: Limits) -> None:
+    ask = read_chat({"model": "m", "messages": HELLO}, ByteTokenizer(), PlainChat(written), limits)
+    assert ask.samples[0].prompt_ids == [BOS, *b"<user>hello\n<assistant>"]
     assert text(limits).samples[0].prompt_ids == [BOS, *b"hello"]
 
 
@@ -189,7 +191,7 @@ def test_text_parts_are_joined_and_habits_of_clients_let_through(limits: Limits)
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     back = {"role": "assistant", "content": "yes", **dict.fromkeys(MESSAGE_NEUTRAL)}
     ask = chat(limits, messages=[{"role": "system", "content": parts}, back])
-    assert bytes(ask.samples[0].prompt_ids) == b"<system>one\ntwo\n<assistant>yes\n<assistant>"
+    assert bytes(ask.samples[0].prompt_ids[1:]) == b"<system>one\ntwo\n<assistant>yes\n<assistant>"
 
 
 MESSAGES: list[tuple[Any, str]] = [

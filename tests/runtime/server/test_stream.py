@@ -105,7 +105,7 @@ def test_a_chat_stream_has_openais_shape(engine: ScriptedEngine, make_app: MakeA
     assert {chunk["object"] for chunk in (*chunks, last)} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in (*chunks, last)}) == 1
     assert all(chunk["usage"] is None for chunk in chunks)
-    prompt = len("<user>go\n<assistant>")
+    prompt = 1 + len("<user>go\n<assistant>")  # BOS
     assert last["choices"] == [] and last["usage"] == {
         "prompt_tokens": prompt,
         "completion_tokens": 2,
