@@ -16,9 +16,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.fetch_model import fetch_model  # noqa: E402
 from benchmarks.measure import Comparison, compare  # noqa: E402
+from flexspec.exits import describe_exit  # noqa: E402
 
 QUESTION = "List the planets of the solar system from the sun outwards, with one short sentence about each."
 PROMPTS = (
@@ -50,11 +53,11 @@ def main() -> int:
         print(f"\n> {QUESTION}\n")
         usage = chat(server.url, QUESTION, args.max_tokens)
         print(f"\n\nserver: {usage['completion_tokens']} tokens, {describe(usage['flexspec'])}")
-        report(compare(artifact, PROMPTS, args.max_tokens))
+        report(PROMPTS, compare(artifact, PROMPTS, args.max_tokens))
         print(f"total time {time.monotonic() - began:.0f} s")
         if args.stay:
             print(f"\nserving on {server.url}/v1 until Ctrl-C; try\n  {curl(server.url)}")
-            server.wait()
+            return server.wait()
     return 0
 
 
@@ -87,22 +90,50 @@ def content_key(files: list[Path]) -> str:
 
 
 class Server:
-    """``flexspec serve`` as a child process, up when the block begins and gone when it ends."""
+    """``flexspec serve`` as a child process, up when the block begins and gone when it ends.
+
+    What it writes to stderr goes on to ours; the last lines are kept for the message when it dies.
+    """
+
+    told_every_s = 5.0
 
     def __init__(self, artifact: Path, port: int) -> None:
         self._artifact, self._port = artifact, port or free_port()
         self.url = f"http://127.0.0.1:{self._port}"
+        self._said: deque[str] = deque(maxlen=10)
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "flexspec", "serve", str(self._artifact), "--port", str(self._port)]
 
     def __enter__(self) -> Server:
-        command = [sys.executable, "-m", "flexspec", "serve", str(self._artifact), "--port", str(self._port)]
-        self._process = subprocess.Popen(command, cwd=ROOT)
-        deadline = time.monotonic() + 60
-        while not self._healthy():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.__exit__()
-                raise SystemExit("the server did not come up; its messages are above")
-            time.sleep(0.05)
+        self._process = subprocess.Popen(self.command(), cwd=ROOT, stderr=subprocess.PIPE, text=True, errors="replace")
+        self._reader = threading.Thread(target=self._pass_on, daemon=True)
+        self._reader.start()
+        try:
+            self._wait_until_up()
+        except BaseException:  # Ctrl-C too: no block follows that would end the child
+            self.__exit__()
+            raise
         return self
+
+    def _wait_until_up(self) -> None:
+        """As long as the child lives: a slow machine or disk is no failure. Raises SystemExit when it has ended."""
+        began = told = time.monotonic()
+        while not self._healthy():
+            if (code := self._process.poll()) is not None:
+                self._reader.join()
+                lines = "".join(f"\n  {line}" for line in self._said) or " nothing"
+                raise SystemExit(f"the server ended before it was up ({describe_exit(code)}); it last said:{lines}")
+            if time.monotonic() - told > self.told_every_s:
+                told = time.monotonic()
+                print(f"the server is starting: {told - began:.0f} s (Ctrl-C stops)", file=sys.stderr, flush=True)
+            time.sleep(0.05)
+
+    def _pass_on(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+            self._said.append(line.rstrip())
 
     def _healthy(self) -> bool:
         try:
@@ -116,14 +147,23 @@ class Server:
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 
-    def wait(self) -> None:
-        signal.signal(signal.SIGINT, lambda *_: self._process.send_signal(signal.SIGINT))
-        self._process.wait()
+    def wait(self) -> int:
+        """Until the server ends; gives its exit code. A terminal's Ctrl-C reaches the server without our help."""
+
+        def interrupt(*_: object) -> None:
+            if not os.isatty(0):  # a second SIGINT would end the server at once, its answers unfinished
+                self._process.send_signal(signal.SIGINT)
+
+        signal.signal(signal.SIGINT, interrupt)
+        return self._process.wait()
 
     def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
             self._process.terminate()
         self._process.wait()
+        self._reader.join()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
 
 
 def free_port() -> int:
@@ -163,21 +203,41 @@ def describe(stats: dict[str, Any]) -> str:
     return f"{shown}, {stats['drafted']} nodes drafted, {stats['accepted']} accepted in {stats['rounds']} rounds"
 
 
-def report(result: Comparison) -> None:
-    """What speculation did on a few prompts, against the same engine without it."""
-    print(f"\nspeculation off against on, {len(result.pairs)} prompts, greedy, interleaved:")
-    print(f"  tokens a round      {result.tokens_per_round:.2f}")
+def report(prompts: Sequence[str], result: Comparison) -> None:
+    """What speculation did on a few prompts, against the same engine without it.
+
+    The rows hold all that the figures below them are made of; times and tokens are those after the first token.
+    """
+    count = len(result.pairs)
+    print(f"\nspeculation off against on, {count} prompts, greedy, one after the other in turns:\n")
+    print(f"  {'prompt':<32}  tokens  rounds   off s    on s  off/on  identical")
+    for prompt, pair in zip(prompts, result.pairs, strict=True):
+        off, on = pair.off.stats, pair.on.stats
+        shown = prompt if len(prompt) <= 32 else prompt[:29] + "..."
+        print(
+            f"  {shown:<32}  {on.completion_tokens - 1:6}  {on.rounds:6}  {off.decode_s:6.3f}  {on.decode_s:6.3f}  "
+            f"{pair.ratio:6.2f}  {'yes' if pair.identical else 'NO':>9}"
+        )
+    print(f"\n  speed-up            {result.ratio:.2f}x, the median of {count} pairs (off/on)")
+    print(
+        f"  tokens/s            off {result.off_tokens_per_s:.1f}   on {result.on_tokens_per_s:.1f}, "
+        "all tokens over all seconds"
+    )
+    print(f"  tokens a round      {result.tokens_per_round:.2f}, all tokens over all rounds")
     print(f"  tree size           {result.nodes_per_round:.1f} nodes on average")
-    print(f"  tokens/s            off {result.off_tokens_per_s:.1f}   on {result.on_tokens_per_s:.1f}")
-    print(f"  speed-up            {result.ratio:.2f}x")
-    print(f"  output identical:   {'yes' if result.identical_share == 1.0 else 'NO'}")
+    print(f"  output identical    {'yes' if result.identical_share == 1.0 else 'NO'}")
 
 
 def curl(url: str) -> str:
-    return (
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
-        """-d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}'"""
-    )
+    """A request to paste: greedy, since that is what a small model answers best, and streamed (-N: unbuffered)."""
+    body = {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+        "max_tokens": 128,
+        "temperature": 0,
+        "stream": True,
+    }
+    return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
 if __name__ == "__main__":

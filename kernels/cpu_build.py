@@ -9,13 +9,17 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
 
 from flexspec.cache import cache_root
 from flexspec.errors import CompileError, ToolchainError
+from flexspec.exits import describe_exit
+from flexspec.ops.record import all_records
 
 TEMPLATES = Path(__file__).resolve().parent / "templates" / "cpu"
 
@@ -43,6 +47,12 @@ _COMMON = (
     "-fno-strict-aliasing",
     "-Wno-psabi",
 )
+_MOST_WORDS = 4000  # of the compiler's, from the first: what follows the first error is often its echo
+_PART_KILLED = re.compile(
+    r"^.*(?:Killed signal terminated program|virtual memory exhausted|cc1plus: out of memory).*", re.M
+)
+_ERROR_PLACE = re.compile(r"^program\.cpp:(\d+):\d+: (?:fatal )?error:", re.M)
+_NODE_COMMENT = re.compile(r"\s*// %.* = (\w+)\(")  # cpu_render.py writes a node's line above its calls
 
 
 def target_isas() -> tuple[str, ...]:
@@ -109,14 +119,53 @@ def build_path(source: str, isa: str) -> Path:
         command += ["-Wl,--build-id=none", "-o", "program.so", "program.cpp"]
         done = subprocess.run(command, cwd=work, capture_output=True, text=True)
         if done.returncode:
-            raise CompileError(
-                f"{compiler} failed for {isa}:\n{done.stderr[-4000:]}",
-                "generated C++ that compiles",
-                "report this with the compiler version; a newer g++ (12 or later) may help",
-            )
+            raise _failure(compiler, isa, source, done)
         data = (work / "program.so").read_bytes()
     cached.parent.mkdir(parents=True, exist_ok=True)
     partial = cached.with_suffix(f".{os.getpid()}.tmp")
     partial.write_bytes(data)
     partial.replace(cached)
     return cached
+
+
+def _failure(compiler: str, isa: str, source: str, done: subprocess.CompletedProcess[str]) -> CompileError:
+    """Why there is no library: the compiler was killed, an operator's expression is wrong, or anything else."""
+    words = done.stderr.strip()[:_MOST_WORDS] or "(it gave no message)"
+    part = _PART_KILLED.search(done.stderr)  # the g++ that we start runs others, and outlives them
+    if done.returncode < 0 or part:
+        how = describe_exit(done.returncode) if done.returncode < 0 else f"stopped: {part[0] if part else ''}"
+        return _killed(f"{compiler} was {how}, building for {isa}", done.returncode == -signal.SIGKILL or bool(part))
+    operator = _operator_at_fault(source, done.stderr)
+    if operator is not None:
+        return CompileError(
+            f"the cpu_expr of operator {operator} does not compile ({compiler}, {isa}):\n{words}\n",
+            "a C++ expression over x0 and x1",
+            f"correct it in the record of {operator}; KernelKey in flexspec/ops/record.py lists what it may use",
+        )
+    return CompileError(
+        f"{compiler} failed for {isa} with {describe_exit(done.returncode)}:\n{words}\n",
+        "generated C++ that compiles",
+        "report this with the compiler version; a newer g++ (12 or later) may help",
+    )
+
+
+def _killed(found: str, memory: bool) -> CompileError:
+    if memory:
+        fix = (
+            "most likely the memory ran out (`dmesg | grep -i oom` tells): close other programs or add swap, and give "
+            "the command again; what has been built is kept"
+        )
+    else:
+        fix = "give the command again; if it is killed again, try another compiler (CXX=clang++)"
+    return CompileError(found, "a compiler that runs to its end", fix)
+
+
+def _operator_at_fault(source: str, stderr: str) -> str | None:
+    """The operator in whose call the first error is, if its C++ comes from its record."""
+    place = _ERROR_PLACE.search(stderr)
+    if place is None:
+        return None
+    above = source.splitlines()[: int(place[1])]
+    node = next((found for line in reversed(above) if (found := _NODE_COMMENT.match(line))), None)
+    record = all_records().get(node[1]) if node else None
+    return record.name if record is not None and record.kernel.cpu_expr is not None else None

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flexspec.errors import CompileError, ToolchainError
+from flexspec.exits import describe_exit
 from flexspec.kernels.triton_render import render, source_key
 from flexspec.kernels.triton_spec import (
     MERGE_STAGES,
@@ -274,7 +275,7 @@ def _run_worker(jobs: dict[str, _Job], cache: Path, progress: Progress | None) -
             stderr.seek(0)
             tail = stderr.read()[-2000:].strip()
     for key in jobs.keys() - answered:
-        errors[key] = f"the compiler ended with code {process.returncode}: {tail or 'no message'}"
+        errors[key] = f"the compiler ended, {describe_exit(process.returncode)}: {tail or 'no message'}"
     return errors
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from step_models import on_cpu, tiny_config, tiny_llm
 
 from flexspec.errors import ArtifactError, CompileError, ToolchainError
+from flexspec.exits import describe_exit
 from flexspec.kernels import cpu_build
 from flexspec.kernels.cpu_launch import CpuLibrary
+from flexspec.kernels.cpu_render import render
+from flexspec.models.registry import build_model
+from flexspec.ops import record
+from flexspec.ops.record import KernelKey, record_of
+from flexspec.types import DType
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 
@@ -52,6 +59,49 @@ def test_errors_are_in_the_compilers_words(cache: Path) -> None:
     with pytest.raises(CompileError, match="(?s)failed for generic.*nonsense") as caught:
         cpu_build.build_path("int nonsense = ;\n", "generic")
     assert caught.value.code == "FS301" and not cache.exists()
+
+
+def fake_compiler(path: Path, body: str) -> str:
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo fake 1 && exit\n{body}\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("body", "found", "fix"),
+    [
+        ("kill -KILL $$", "was killed by SIGKILL, building for avx2", "memory"),
+        ("kill -SEGV $$", "was killed by SIGSEGV, building for avx2", "another compiler"),
+        (
+            "echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1",
+            "was stopped: g++: fatal error: Killed signal terminated program cc1plus",
+            "memory",
+        ),
+        ("exit 3", "with exit code 3:\n(it gave no message)", "compiler version"),
+    ],
+)
+def test_a_compiler_that_is_killed_is_told_from_one_that_complains(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, found: str, fix: str
+) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path / "cxx", body))
+    with pytest.raises(CompileError) as caught:
+        cpu_build.build_path(SOURCE, "avx2")
+    assert found in caught.value.found and fix in caught.value.fix and not cache.exists()
+
+
+def test_exits_are_named() -> None:
+    assert [describe_exit(code) for code in (0, 3, -9, -200)] == [
+        "exit code 0", "exit code 3", "killed by SIGKILL", "killed by signal 200",
+    ]  # fmt: skip
+
+
+def test_an_operator_whose_expression_is_wrong_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(layers=1)
+    broken = replace(record_of("add"), kernel=KernelKey("rowwise", cpu_expr="x0 + fs_cosh(x1)"))
+    graph = build_model(config, DType.F32)  # unfused: the residual connections are row-wise adds
+    monkeypatch.setitem(record._RECORDS, "add", broken)
+    with pytest.raises(CompileError, match="(?s)cpu_expr of operator add does not compile.*fs_cosh"):
+        cpu_build.build_path(render(graph).source, "generic")
 
 
 def test_no_compiler_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_compiler_error_and_compiler_crash_are_told(tmp_path: Path, monkeypatch:
     with pytest.raises(CompileError, match="k64_w3_s2_two: .*num_warps"):
         compile_variant(SMALL, "sm_90", config=config, cache_dir=tmp_path)
     monkeypatch.setattr(triton_aot, "_WORKER", ["-c", "import os, sys; sys.stderr.write('LLVM ERROR'); os._exit(139)"])
-    with pytest.raises(CompileError, match="ended with code 139: LLVM ERROR"):
+    with pytest.raises(CompileError, match="ended, exit code 139: LLVM ERROR"):
         compile_variant(SMALL, "sm_90", config=replace(config, warps=2), cache_dir=tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".work")]
 
