@@ -1,7 +1,10 @@
 """The operator record: everything the rest of the system knows about an operator, in one place.
 
 An operator family is one file in this folder; it builds records and registers them with :func:`register`. Verifier,
-cost model, partitioner, executors, code generators and docs read records and never test an operator's name.
+builder, text form, MLIR dialect, executors and code generators read records instead of testing an operator's name. Two
+kinds of code do name operators: the passes, which rewrite them, and kernels/cpu_facts.py, where the tables of embedding
+and rope bound the ids and positions of a program. ``flops``, ``bytes`` and ``layouts`` are declared and tested here;
+nothing plans by them yet, since every plan has one rank.
 """
 
 from __future__ import annotations
