@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,6 +86,13 @@ def open_artifact(path: Path, *, check_digests: bool = True) -> Artifact:
     files (about 0.2 s per 300 MB). Raises ArtifactError naming the file that is wrong and the command that rebuilds it.
     """
     path = Path(path)
+    if _is_model(path):
+        made = path.resolve().with_suffix(".fspec").name if path.is_file() else f"{path.resolve().name}.fspec"
+        raise ArtifactError(
+            f"{path} is a model, not an artifact",
+            "an artifact made by flexspec compile",
+            f"compile it first: flexspec compile {shlex.quote(str(path))} -o {shlex.quote(made)}, then give {made}",
+        )
     if not path.is_file():
         return _open_folder(path, path, check_digests)
     try:
@@ -92,6 +100,17 @@ def open_artifact(path: Path, *, check_digests: bool = True) -> Artifact:
     except ArtifactError:
         forget_unpacked(path)  # what is in the cache may be damaged while the file itself is sound
         return _open_folder(unpack_to_cache(path), path, check_digests)
+
+
+def _is_model(path: Path) -> bool:
+    """A GGUF file, or a folder with a checkpoint's config.json and no manifest."""
+    try:
+        if path.is_dir():
+            return (path / "config.json").is_file() and not (path / MANIFEST_NAME).is_file()
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def _open_folder(root: Path, path: Path, check_digests: bool) -> Artifact:

@@ -103,7 +103,7 @@ def open_engine(path: Path, options: ServeOptions, observer: Observer | None = N
     plan = plan_from_json(artifact.read_json("plan.json"))
     draft = _choose_draft(options.draft, plan, _sources(artifact, record))
     isa, executor_of = _backend(artifact, record, draft, options)
-    context = _context_tokens(record, draft, options)
+    context, longer_context = _context(record, draft, options)
     tokenizer = Tokenizer(artifact.read_bytes("tokenizer.json"), record.eos_ids, record.bos_id)
     chat = _chat(artifact, record)
     with ExitStack() as opened:
@@ -113,7 +113,7 @@ def open_engine(path: Path, options: ServeOptions, observer: Observer | None = N
             executors.append(executor_of(part))
             opened.callback(executors[-1].close)
         planned = PlannedDrafter(draft, _drafters(artifact, draft, wanted, executors))
-        limits = Limits(context, max_running=options.max_requests)
+        limits = Limits(context, max_running=options.max_requests, longer_context=longer_context)
         engine = Engine(executors[0], planned, lambda: Detokenizer(tokenizer), record.eos_ids, limits, observer)
         if options.measure and draft.method != "off" and options.device != "interpret":
             planned.step_cost, engine.plain_step_s = measure_steps(executors[0], planned.limits.max_nodes)
@@ -178,8 +178,11 @@ def _choose_draft(text: str, plan: Plan, sources: Sequence[str]) -> DraftPlan:
     return parsed
 
 
-def _context_tokens(record: ModelRecord, draft: DraftPlan, options: ServeOptions) -> int:
-    """Longest prompt plus output of one request: the model's, the pool's with one tree behind it, and the option's."""
+def _context(record: ModelRecord, draft: DraftPlan, options: ServeOptions) -> tuple[int, str]:
+    """Longest prompt plus output of one request, and how a longer one can be had ("" if it is the model's own).
+
+    The least of the model's, the pool's with one tree behind it, and the option's.
+    """
     tree = worst_case(draft).max_nodes + 1
     room = options.pages * PAGE_TOKENS - tree
     if room < 2:
@@ -188,8 +191,19 @@ def _context_tokens(record: ModelRecord, draft: DraftPlan, options: ServeOptions
             f"at least {tree + 2} for trees of {tree} nodes",
             "raise --kv-tokens, or choose a smaller --draft",
         )
-    longest = min(record.models[0].max_positions, room)
-    return min(longest, options.context_tokens or longest)
+    model = record.models[0].max_positions
+    longest, why = (room, "raise --kv-tokens") if room < model else (model, "")
+    asked = options.context_tokens
+    if not asked or asked == longest:
+        return longest, why
+    if not 2 <= asked < longest:
+        holds = f"what {options.kv_tokens} KV tokens hold beside a tree" if why else "the model's own"
+        raise CapacityError(
+            f"--context {asked} (tokens of a prompt and its output together)",
+            f"2 to {longest}, {holds}",
+            "choose --context in that range" + (f", or {why}" if why else ""),
+        )
+    return asked, "raise --context"
 
 
 def _chat(artifact: Artifact, record: ModelRecord) -> ChatRenderer | None:

@@ -26,11 +26,15 @@ from flexspec.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``context_tokens``: prompt and output of one request together. Requests beyond ``max_running`` wait in line."""
+    """``context_tokens``: prompt and output of one request together. Requests beyond ``max_running`` wait in line.
+
+    ``longer_context`` says, for messages, how a longer context can be had; empty when the model has no more.
+    """
 
     context_tokens: int
     max_running: int = 16
     max_waiting: int = 256
+    longer_context: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,8 +125,8 @@ class Scheduler:
         if len(prompt_ids) >= self.limits.context_tokens:
             raise CapacityError(
                 f"a prompt of {len(prompt_ids)} tokens",
-                f"fewer than the context of {self.limits.context_tokens}",
-                "shorten the prompt",
+                f"fewer than {self.limits.context_tokens}, the longest prompt and output together",
+                "shorten the prompt" + (f", or {self.limits.longer_context}" if self.limits.longer_context else ""),
             )
         slots = self.slots_needed(len(prompt_ids), params.max_tokens)
         if slots > self._pages * PAGE_TOKENS:

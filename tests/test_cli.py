@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from flexspec.cli import main as cli
 from flexspec.errors import RequestError
+from flexspec.runtime.drafters import plan
+from repository import ROOT
 
 GOLDEN = Path(__file__).parent / "golden" / "cli_options.txt"
 
@@ -40,6 +44,35 @@ def test_option_list_is_frozen() -> None:
     if os.environ.get("FLEXSPEC_UPDATE_GOLDEN"):
         GOLDEN.write_text(lines)
     assert lines == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize("command", ["compile", "generate", "serve"])
+def test_help_lists_every_draft_plan(command: str) -> None:
+    epilog = subparser(command).epilog or ""
+    table = epilog[: epilog.index("example:")]
+    named = set(re.findall(r"^  (\w+)", table, re.MULTILINE)) | set(re.findall(r"\b(\w+)=", table))
+    assert named >= {*plan.METHODS, *plan._OPTIONS} and set(plan.SOURCES[:4]) <= set(re.findall(r"\w+", table))
+    assert set(plan.SAMPLED) <= set(re.findall(r"\w+", table))
+    for text in re.findall(r"as in (\S+):", table):
+        plan.DraftPlan.parse(text)
+
+
+def demo_paths() -> set[str]:
+    """Files that ``make demo`` leaves, and folders of the repository."""
+    source = (ROOT / "examples" / "demo.py").read_text()
+    return {*re.findall(r'ROOT / "(build/[^"]+)"', source), "ssm/smollm2-135m"}
+
+
+@pytest.mark.parametrize("command", [None, *cli.COMMANDS])
+def test_examples_of_the_help_work_after_make_demo(command: str | None) -> None:
+    epilog = (subparser(command) if command else cli.build_parser()).epilog or ""
+    lines = [line.split("|")[0] for line in epilog.splitlines() if line.startswith("  flexspec ")]
+    assert lines
+    for line in lines:
+        words = shlex.split(line)[1:]
+        args = cli.build_parser(words[0]).parse_args(words)
+        read = [getattr(args, name, None) for name in ("model", "artifact", "what")] + list(getattr(args, "ssm", []))
+        assert {str(path) for path in read if isinstance(path, Path)} <= demo_paths(), line
 
 
 def test_wrong_usage_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:

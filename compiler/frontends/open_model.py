@@ -24,22 +24,23 @@ _OTHER_FORMATS = (
 )
 
 
-def open_model(path: Path) -> LoadedModel:
+def open_model(path: Path, expected: str = _EXPECTED) -> LoadedModel:
     """Open the GGUF file or Hugging Face folder ``path``; weights are read later, one tensor at a time.
 
-    Raises ModelFileError (missing, cut, damaged, a pointer, another format), ModelConfigError (incomplete or
-    unsupported), WeightError or TokenizerError; never anything else for a bad file.
+    ``expected`` is what the caller takes, for the message about a file that is nothing of it. Raises ModelFileError
+    (missing, cut, damaged, a pointer, another format), ModelConfigError (incomplete or unsupported), WeightError or
+    TokenizerError; never anything else for a bad file.
     """
     try:
-        return _open(Path(path))
+        return _open(Path(path), expected)
     except OSError as error:  # a folder that may not be entered, a disk that fails
-        raise ModelFileError(f"{path} cannot be read ({error})", _EXPECTED, "check its permissions") from None
+        raise ModelFileError(f"{path} cannot be read ({error})", expected, "check its permissions") from None
 
 
-def _open(path: Path) -> LoadedModel:
+def _open(path: Path, expected: str) -> LoadedModel:
     if path.is_dir():
         return open_huggingface(path)
-    size = check_file(path, _EXPECTED)
+    size = check_file(path, expected)
     head = bytes(read_bytes(path, 0, min(size, 9)))
     if head[:4] == b"GGUF":
         from flexspec.compiler.frontends.gguf import open_gguf  # brings in the gguf package
@@ -50,5 +51,5 @@ def _open(path: Path) -> LoadedModel:
         raise ModelFileError(f"{path} is a single safetensors file", "the folder that also holds config.json", fix)
     for magic, name in _OTHER_FORMATS:
         if head.startswith(magic):
-            raise ModelFileError(f"{path} is {name}", _EXPECTED, "download or convert the model in one of these forms")
-    raise ModelFileError(f"{path} is of an unknown format", _EXPECTED, "check the path, or download the file again")
+            raise ModelFileError(f"{path} is {name}", expected, "download or convert the model in one of these forms")
+    raise ModelFileError(f"{path} is of an unknown format", expected, "check the path, or download the file again")

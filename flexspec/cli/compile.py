@@ -8,12 +8,15 @@ from pathlib import Path
 
 EPILOG = """\
 example:
-  flexspec compile SmolLM2-135M-Instruct.Q4_1.gguf --ssm ssm/smollm2-135m -o smollm2.fspec
+  flexspec compile build/models/SmolLM2-135M-Instruct.Q4_1.gguf --ssm ssm/smollm2-135m -o build/smollm2.fspec
+(`make demo` puts the model there)
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EPILOG
+    from flexspec.cli.running import DRAFT_PLANS
+
+    parser.epilog = f"{DRAFT_PLANS}\n{EPILOG}"
     parser.add_argument("model", type=Path, help="a .gguf file or a Hugging Face folder")
     parser.add_argument("--ssm", type=Path, action="append", default=[], help="an SSM folder; may be repeated")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the artifact to write, NAME.fspec")
@@ -30,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="CPU instruction sets: amx, avx512, avx2, generic (default: all here)",
     )
-    parser.add_argument("--draft", default=None, help="draft plan stored in the artifact, as in budget:24/depth=8")
+    parser.add_argument(
+        "--draft",
+        metavar="PLAN",
+        help="draft plan stored in the artifact: off, chain:DEPTH, tree:K1,K2,... or budget:NODES, with options; see "
+        "below (default: budget:24 over all sources)",
+    )
     parser.add_argument("--max-tree", type=int, default=64, help="largest token tree the GPU kernels take (default 64)")
     parser.add_argument("--dump-ir", type=Path, help="write the graph after every pass into this folder")
 

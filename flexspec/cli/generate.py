@@ -8,14 +8,15 @@ from pathlib import Path
 
 EPILOG = """\
 example:
-  flexspec generate smollm2.fspec -p "Why is the sky blue?" --max-tokens 100
+  flexspec generate build/smollm2.fspec -p "Why is the sky blue?" --max-tokens 100
+(`make demo` puts the artifact there)
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from flexspec.cli.running import add_run_arguments
+    from flexspec.cli.running import DRAFT_PLANS, add_run_arguments
 
-    parser.epilog = EPILOG
+    parser.epilog = f"{DRAFT_PLANS}\n{EPILOG}"
     parser.add_argument("artifact", type=Path, help="an artifact made by flexspec compile")
     parser.add_argument("-p", "--prompt", required=True, help="the text to answer")
     parser.add_argument("--raw", action="store_true", help="continue the text instead of using the chat template")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +20,13 @@ EPILOG = """\
 X is an artifact (a folder or a file), a .gguf file, a Hugging Face folder, or a graph as text or MLIR.
 
 example:
-  flexspec inspect smollm2.fspec
-  flexspec inspect SmolLM2-135M-Instruct.Q4_1.gguf --emit=dot | dot -Tsvg > model.svg
+  flexspec inspect build/smollm2.fspec
+  flexspec inspect build/smollm2.fspec --model ssm
+  flexspec inspect build/models/SmolLM2-135M-Instruct.Q4_1.gguf --emit=dot | dot -Tsvg > model.svg
+(`make demo` puts the model and the artifact there)
 """
 
+INSPECTED = "an artifact (folder or file), a .gguf file, a Hugging Face folder, or a graph as text or MLIR"
 EMITTED = ("text", "mlir", "json", "dot")
 _HEAD_BYTES = 1 << 16
 
@@ -31,11 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("what", type=Path, metavar="X", help="an artifact, a model or a graph file")
     parser.add_argument("--emit", choices=EMITTED, help="print a graph in this form instead of the page")
-    parser.add_argument("--model", default="llm", help="which graph of an artifact: llm, ssm, ssm2 (default llm)")
+    parser.add_argument(
+        "--model",
+        help="one model of an artifact, llm, ssm or ssm2: its page, or its graph with --emit (default: the page of "
+        "all, the graph of llm); elsewhere: whose passes --lowered runs",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--canonical", action="store_true", help="the graph as built (default for a model)")
     form.add_argument("--lowered", action="store_true", help="the graph after all passes (what an artifact holds)")
-    parser.add_argument("--dtype", choices=("bf16", "f32"), default="bf16", help="dtype of a model's graph")
+    parser.add_argument("--dtype", choices=("bf16", "f32"), help="dtype of a model's graph (default bf16)")
     parser.add_argument("--json", action="store_true", help="the page as JSON")
 
 
@@ -67,55 +75,74 @@ def _emit(graph: Graph, form: str) -> str:
 def _page(args: argparse.Namespace) -> str:
     from flexspec.cli import inspect_page as pages
 
+    form = "lowered" if args.lowered else "canonical"
     if is_artifact(args.what):
-        page = pages.artifact_page(_open(args.what))
+        artifact = _open(args.what)
+        if args.model or args.canonical or args.dtype:
+            page = pages.part_page(artifact, args.model or "llm", _artifact_graph(artifact, args))
+        else:
+            page = pages.artifact_page(artifact)
     elif is_graph(args.what):
-        page = pages.graph_page(_read_graph(args.what))
+        page = pages.graph_page(_graph(args), form if args.lowered else "as written")
     else:
-        from flexspec.compiler.frontends.open_model import open_model
-
-        model = open_model(args.what)
-        page = pages.model_page(model, _lower(_canonical(model, args.dtype), "llm", args.lowered))
+        model = _open_model(args.what)
+        page = pages.model_page(model, _lower(_canonical(model, args), args), form)
     return json.dumps(page, indent=1) + "\n" if args.json else pages.show(page)
 
 
 def _graph(args: argparse.Namespace) -> Graph:
     """The graph that was asked for. Raises the errors of the readers."""
     if is_artifact(args.what):
-        return _artifact_graph(_open(args.what), args.model, args.canonical)
+        return _artifact_graph(_open(args.what), args)
     if is_graph(args.what):
-        return _lower(_read_graph(args.what), args.model, args.lowered)
-    from flexspec.compiler.frontends.open_model import open_model
+        if args.dtype:
+            raise CompileError(f"--dtype {args.dtype} of a graph", "the dtypes it is written with", "leave --dtype out")
+        return _lower(_read_graph(args.what), args)
+    return _lower(_canonical(_open_model(args.what), args), args)
 
-    return _lower(_canonical(open_model(args.what), args.dtype), args.model, args.lowered)
 
-
-def _artifact_graph(artifact: Artifact, name: str, canonical: bool) -> Graph:
+def _artifact_graph(artifact: Artifact, args: argparse.Namespace) -> Graph:
     from flexspec.text import parse_graph
 
-    if canonical:
-        raise ArtifactError(
-            f"--canonical of {artifact.root.name}", "an artifact's graphs are lowered", "inspect the model file instead"
-        )
+    for option, given in (("--canonical", args.canonical), (f"--dtype {args.dtype}", args.dtype)):
+        if given:
+            raise ArtifactError(
+                f"{option} of {artifact.root.name}",
+                "an artifact's graphs as compile left them, lowered",
+                "inspect the model file instead",
+            )
+    name = args.model or "llm"
     known = [file.removeprefix("graph/").removesuffix(".fsg") for file in artifact.names("graph/")]
     if name not in known:
         raise ArtifactError(f"--model {name}", f"one of {', '.join(known)}", "choose a model of the artifact")
     return parse_graph(artifact.read_bytes(f"graph/{name}.fsg").decode("utf-8", "replace"))
 
 
-def _canonical(model: LoadedModel, dtype: str) -> Graph:
+def _open_model(path: Path) -> LoadedModel:
+    from flexspec.compiler.frontends.open_model import open_model
+
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ModelFileError(f"{path} is a folder without manifest.json or config.json", INSPECTED, "check the path")
+    return open_model(path, INSPECTED)
+
+
+def _canonical(model: LoadedModel, args: argparse.Namespace) -> Graph:
     from flexspec.models.registry import build_model
     from flexspec.types import DType
 
     fused = model.config.family == "fused_state"
     options = {"reduced_vocab_size": model.extra["reduced_vocab_size"]} if fused else {}
-    return build_model(model.config, DType(dtype), **options)
+    return build_model(model.config, DType(args.dtype or "bf16"), **options)
 
 
-def _lower(graph: Graph, name: str, lowered: bool) -> Graph:
+def _lower(graph: Graph, args: argparse.Namespace) -> Graph:
+    """The graph after the passes of ``--model``, if they were asked for."""
     from flexspec.compiler.pipeline import LLM_PASSES, SSM_PASSES, run_passes
 
-    return run_passes(graph, SSM_PASSES if name.startswith("ssm") else LLM_PASSES) if lowered else graph
+    name = args.model or "llm"
+    if not re.fullmatch(r"llm|ssm\d*", name):
+        raise CompileError(f"--model {name}", "llm, ssm, ssm2, ...", "say whose passes are meant")
+    return run_passes(graph, LLM_PASSES if name == "llm" else SSM_PASSES) if args.lowered else graph
 
 
 def _open(path: Path) -> Artifact:

@@ -78,8 +78,20 @@ def _part_row(part: PartRecord, dtype: str) -> dict[str, Any]:
         "context_tokens": part.max_positions,
         "parameters": part.parameter_bytes // DType(dtype).size_bytes,
         "parameter_bytes": part.parameter_bytes,
-        "graph_hash": part.graph_hash[:16],
+        "canonical_hash": part.graph_hash[:16],
     }
+
+
+def part_page(artifact: Artifact, name: str, graph: Graph) -> Page:
+    """One model of an artifact, and its graph as the artifact holds it. ``name`` is known to be one of its models."""
+    from flexspec.compiler.model_record import record_from_json
+
+    record = record_from_json(artifact.read_json("model.json"))
+    part = next((part for part in record.models if part.name == name), None)
+    if part is None:
+        raise _odd(artifact, "model.json", f"an entry for {name}")
+    model = _part_row(part, record.dtype) | {"canonical_hash": part.graph_hash}  # the table cuts it
+    return {"model": model, **graph_page(graph, "lowered")}
 
 
 def _self_tests(artifact: Artifact) -> dict[str, list[str]]:
@@ -119,8 +131,8 @@ def _odd(artifact: Artifact, file: str, expected: str) -> ArtifactError:
     )
 
 
-def model_page(model: LoadedModel, graph: Graph) -> Page:
-    """A checkpoint and the graph it gives."""
+def model_page(model: LoadedModel, graph: Graph, form: str) -> Page:
+    """A checkpoint and the graph it gives; ``form`` as for graph_page."""
     config = model.config
     return {
         "model": {
@@ -139,12 +151,12 @@ def model_page(model: LoadedModel, graph: Graph) -> Page:
             "tokenizer": "yes" if model.tokenizer_json else "no",
             "chat_template": "yes" if model.chat_template else "no",
         },
-        **graph_page(graph),
+        **graph_page(graph, form),
     }
 
 
-def graph_page(graph: Graph) -> Page:
-    """Size and make-up of a graph."""
+def graph_page(graph: Graph, form: str) -> Page:
+    """Size and make-up of a graph; ``form`` says whether it is canonical (as built), lowered (after the passes)..."""
     from flexspec.compiler.draw import find_repeat
 
     weights = [value.type for value in graph.inputs_of(Role.WEIGHT)]
@@ -153,6 +165,7 @@ def graph_page(graph: Graph) -> Page:
     return {
         "graph": {
             "name": graph.name,
+            "form": form,
             "hash": graph.hash(),
             "inputs": ", ".join(f"{n} {role}" for role, n in Counter(v.type.role.value for v in graph.inputs).items()),
             "outputs": len(graph.outputs),

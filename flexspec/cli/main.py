@@ -26,9 +26,10 @@ COMMANDS: dict[str, str] = {
 
 EPILOG = """\
 example:
-  flexspec compile model.gguf --ssm ssm/smollm2-135m -o model.fspec
-  flexspec generate model.fspec -p "Why is the sky blue?"
-  flexspec serve model.fspec --port 8000
+  flexspec compile build/models/SmolLM2-135M-Instruct.Q4_1.gguf --ssm ssm/smollm2-135m -o build/smollm2.fspec
+  flexspec generate build/smollm2.fspec -p "Why is the sky blue?"
+  flexspec serve build/smollm2.fspec --port 8000
+(`make demo` puts the model and the artifact there)
 
 Set FLEXSPEC_DEBUG=1 to see the full traceback of an error.
 """

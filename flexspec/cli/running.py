@@ -1,4 +1,4 @@
-"""Options that ``serve``, ``generate`` and the benchmarks share: how an artifact is run."""
+"""Options that ``serve`` and ``generate`` share: how an artifact is run. Also the help on draft plans."""
 
 from __future__ import annotations
 
@@ -10,11 +10,27 @@ if TYPE_CHECKING:
     from flexspec.runtime.open_engine import ServeOptions
 
 
+DRAFT_PLANS = """\
+draft plans (--draft), what is kept of the tokens that the sources propose:
+  auto              the plan stored in the artifact (serve and generate; their default)
+  off               nothing: plain decoding, one token a step
+  chain:DEPTH       the best path, DEPTH tokens long
+  tree:K1,K2,...    static trees of the SSMs: each node of level i gets Ki children
+  budget:NODES      of all sources' nodes those that pay, at most NODES
+options follow, each behind a slash, as in budget:24/depth=8/sources=suffix+ssm:
+  sources=A+B       of suffix (the request's own text), ngram (the artifact's table), ssm, ssm2, ...
+  nodes=N, depth=N  most nodes of the tree, and its depth
+  ssm_depth=N, beam=N      levels of an SSM's own tree, and nodes extended at each (budget)
+  sampled=deterministic    or mixed: sampled requests draw one child a node from the SSM (tree of one SSM)
+"""
+
+
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         default="auto",
-        help="off, chain:DEPTH, tree:1,1,3,1, budget:NODES, with /option=value (default auto)",
+        metavar="PLAN",
+        help="auto, off, chain:DEPTH, tree:K1,K2,... or budget:NODES, with options; see below (default auto)",
     )
     parser.add_argument(
         "--device",
@@ -25,7 +41,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: one a core, at most 8)")
     parser.add_argument("--kv-tokens", type=int, default=16_384, help="tokens the KV pool holds (default 16384)")
     parser.add_argument("--max-requests", type=int, default=16, help="requests that run at once (default 16)")
-    parser.add_argument("--context", type=int, default=0, help="longest prompt plus output (default: the model's)")
+    parser.add_argument(
+        "--context", type=int, default=0, help="most tokens of prompt and output (default: the model's)"
+    )
     parser.add_argument("--no-checks", action="store_true", help="skip digests and the self-test at start")
 
 

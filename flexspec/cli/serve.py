@@ -5,12 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from flexspec.runtime.open_engine import ServeOptions
 
 EPILOG = """\
 example:
-  flexspec serve smollm2.fspec --port 8000
-  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}], "stream": true}'
+  flexspec serve build/smollm2.fspec --port 8000
+  curl -N http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+         "max_tokens": 128, "temperature": 0, "stream": true}'
+(`make demo` puts the artifact there)
 """
 
 
@@ -18,9 +26,9 @@ DEFAULT_MAX_TOKENS = 1024  # of a request that names none; each running request 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from flexspec.cli.running import add_run_arguments
+    from flexspec.cli.running import DRAFT_PLANS, add_run_arguments
 
-    parser.epilog = EPILOG
+    parser.epilog = f"{DRAFT_PLANS}\n{EPILOG}"
     parser.add_argument("artifact", type=Path, help="an artifact made by flexspec compile")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
@@ -33,8 +41,11 @@ def run(args: argparse.Namespace) -> int:
     from flexspec.runtime.server.listen import reserve_port
 
     options = serve_options(args)
-    listener = reserve_port(args.host, args.port)  # a busy port must fail before any weight is read
+    with reserve_port(args.host, args.port) as listener:  # a busy port must fail before any weight is read
+        return _serve(args, options, listener)
 
+
+def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket) -> int:
     from prometheus_client import CollectorRegistry
 
     from flexspec.runtime.engine_thread import EngineThread

@@ -16,7 +16,8 @@ The model invents prompts, answers them, and an SSM is trained to predict the an
 interrupted run goes on where it was when the same command is given again.
 
 example:
-  flexspec tune SmolLM2-135M-Instruct.Q4_1.gguf -o ssm/smollm2-135m
+  flexspec tune build/models/SmolLM2-135M-Instruct.Q4_1.gguf -o build/my-ssm
+(`make demo` puts the model there)
 """
 
 

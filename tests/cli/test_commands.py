@@ -46,13 +46,17 @@ def test_errors_are_one_line_and_exit_code_two(
     tmp_path: Path, artifact: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FLEXSPEC_DEBUG", raising=False)
-    llm, _ = write_models(tmp_path)
+    llm, ssm = write_models(tmp_path)
     out = tmp_path / "x.fspec"
     for arguments, code, words in (
         (("generate", tmp_path / "no.fspec", "-p", "x"), "FS401", "does not exist"),
         (("generate", artifact, "-p", "x", "--draft", "budget:3/sources=ssm3"), "FS401", "ssm3"),
         (("generate", artifact, "-p", "x", "--temperature", "7"), "FS501", "temperature"),
-        (("generate", artifact, "-p", "x" * 900), "FS502", "context of 256"),
+        (("generate", artifact, "-p", "x" * 900), "FS502", "fewer than 256"),
+        (("generate", artifact, "-p", "x", "--context", "10"), "FS502", "or raise --context"),
+        (("generate", artifact, "-p", "x", "--context", "9000"), "FS502", "2 to 256, the model's own"),
+        (("generate", llm, "-p", "x"), "FS401", "tiny.gguf is a model, not an artifact"),
+        (("serve", ssm, "--port", "0"), "FS401", "ssm -o ssm.fspec, then give ssm.fspec"),
         (("generate", artifact, "-p", "x", "--kv-tokens", "1"), "FS502", "--kv-tokens"),
         (("compile", llm, "-o", out, "--isa", "mmx"), "FS301", "--isa mmx"),
         (("compile", tmp_path / "no.gguf", "-o", out), "FS203", "no.gguf"),

@@ -94,6 +94,33 @@ def test_page_as_json(artifact: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(inspect(capsys, packed, "--json"))["models"] == page["models"]
 
 
+def test_page_of_one_model_of_an_artifact(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("llm", "ssm"):
+        page = json.loads(inspect(capsys, artifact, "--model", name, "--json"))
+        assert page["model"]["model"] == name and page["model"]["canonical_hash"] == "ab" * 32
+        assert page["graph"]["form"] == "lowered" and page["graph"]["hash"] == lowered(name).hash()
+    assert "canonical_hash" in inspect(capsys, artifact) and "models" in inspect(capsys, artifact)
+    assert "FS401: --model ssm2; expected one of llm, ssm." in refusal(capsys, artifact, "--model=ssm2")
+
+
+def test_options_that_would_change_nothing_are_refused(
+    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("--canonical", "--dtype=f32"):
+        assert "lowered" in refusal(capsys, artifact, option)
+    graph = tmp_path / "graph.fsg"
+    graph.write_text(print_graph(build_model(CONFIG, DType.BF16)))
+    assert "--dtype f32 of a graph" in refusal(capsys, graph, "--dtype=f32")
+    assert "--model drafter" in refusal(capsys, graph, "--model=drafter")
+
+
+def test_what_can_be_inspected_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.md").write_text("# Notes, longer than a magic number\n")
+    for path in (tmp_path / "notes.md", tmp_path, tmp_path / "nothing.gguf"):
+        said = refusal(capsys, path)
+        assert "an artifact (folder or file), a .gguf file, a Hugging Face folder, or a graph" in said
+
+
 def test_graphs_of_an_artifact(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("llm", "ssm"):
         text = inspect(capsys, artifact, "--emit=text", "--model", name)
@@ -112,6 +139,8 @@ def test_models_give_canonical_and_lowered_graphs(tmp_path: Path, capsys: pytest
     assert low.inputs[-1].type.dtype is DType.F32
     page = inspect(capsys, path)
     assert canonical.hash() in page and "format" in page and "2 x 19 nodes" in page
+    assert json.loads(inspect(capsys, path, "--json"))["graph"]["form"] == "canonical"
+    assert json.loads(inspect(capsys, path, "--json", "--lowered"))["graph"]["form"] == "lowered"
     folder = write_huggingface(tmp_path / "hf", random_weights(300))
     assert json.loads(inspect(capsys, folder, "--json"))["model"]["layers"] == 2
 
@@ -120,7 +149,7 @@ def test_graph_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     graph = build_model(CONFIG, DType.BF16)
     path = tmp_path / "graph.fsg"
     path.write_text("# a comment\n" + print_graph(graph))
-    assert graph.hash() in inspect(capsys, path)
+    assert graph.hash() in inspect(capsys, path) and "as written" in inspect(capsys, path)
     assert parse_graph(inspect(capsys, path, "--emit=text")) == graph
     assert parse_graph(inspect(capsys, path, "--emit=text", "--lowered", "--model=ssm")) == run_passes(
         graph, SSM_PASSES
@@ -136,7 +165,9 @@ def test_mlir_out_and_in(artifact: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 def test_refusals_are_typed(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "FS401: --model ssm2; expected one of llm, ssm." in refusal(capsys, artifact, "--emit=text", "--model=ssm2")
-    assert "an artifact's graphs are lowered" in refusal(capsys, artifact, "--emit=text", "--canonical")
+    assert "an artifact's graphs as compile left them, lowered" in refusal(
+        capsys, artifact, "--emit=text", "--canonical"
+    )
     assert "one of them" in refusal(capsys, artifact, "--emit=text", "--json")
     assert "FS203" in refusal(capsys, tmp_path / "nothing.gguf")
     assert "FS401" in refusal(capsys, tmp_path / "nothing.fspec")

@@ -75,8 +75,30 @@ def test_options_decide_what_drafts(artifact: Path) -> None:
         assert served.chat is not None and "<|im_start|>user\nhi" in served.chat.render(
             [{"role": "user", "content": "hi"}]
         )
-    with opened(artifact, context_tokens=50) as served, pytest.raises(CapacityError, match="context of 50"):
-        answer(served, "x" * 60, SamplingParams())
+
+
+def test_a_context_that_is_too_short_says_how_to_have_a_longer_one(artifact: Path) -> None:
+    """By the option that set it: --context, --kv-tokens, or none for the model's own 256."""
+    for options, limit, fix in (
+        ({"context_tokens": 50}, 50, "shorten the prompt, or raise --context"),
+        ({"draft": "chain:3", "kv_tokens": 64}, 60, "shorten the prompt, or raise --kv-tokens"),
+        ({}, 256, "shorten the prompt"),
+    ):
+        with opened(artifact, **options) as served, pytest.raises(CapacityError) as caught:
+            answer(served, "x" * 300, SamplingParams())
+        assert f"fewer than {limit}, the longest prompt and output together" in caught.value.expected
+        assert caught.value.fix == fix
+
+
+def test_a_context_that_cannot_be_is_refused(artifact: Path) -> None:
+    for options, expected in (
+        ({"context_tokens": 1}, "2 to 256, the model's own"),
+        ({"context_tokens": 257}, "2 to 256, the model's own"),
+        ({"context_tokens": 200, "draft": "off", "kv_tokens": 64}, "2 to 63, what 64 KV tokens hold beside a tree"),
+    ):
+        with pytest.raises(CapacityError, match="--context") as caught, opened(artifact, **options):
+            pass
+        assert caught.value.expected == expected
 
 
 def test_more_requests_than_rows_still_run(artifact: Path) -> None:
