@@ -73,6 +73,7 @@ class Engine:
         self.plain_step_s = 0.0  # measured seconds of a one-row step; 0 = unknown
         self._scheduler = Scheduler(executor.pages, limits, drafter.limits, new_detokenizer, eos_ids)
         self._observer = observer
+        self.wanted = threading.Event()  # set by submit and cancel: whoever steps the engine may sleep on it
         self._lock = threading.Lock()
         self._last_step = time.monotonic()
         self._failure: str | None = None
@@ -88,11 +89,14 @@ class Engine:
                 raise EngineError(f"the engine has ended: {self._ended}", "a running engine", "restart the server")
             if self._scheduler.idle:
                 self._last_step = time.monotonic()  # it was idle until now, not stuck
-            return self._scheduler.submit(prompt_ids, params, on_delta, self.executor.vocab_size)
+            request_id = self._scheduler.submit(prompt_ids, params, on_delta, self.executor.vocab_size)
+        self.wanted.set()
+        return request_id
 
     def cancel(self, request_id: int) -> None:
         with self._lock:
             self._scheduler.cancel(request_id)
+        self.wanted.set()
 
     def last_step_age_s(self) -> float:
         return 0.0 if self._scheduler.idle else time.monotonic() - self._last_step

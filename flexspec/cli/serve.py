@@ -60,7 +60,7 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket) ->
     name = args.name or args.artifact.name.removesuffix(".fspec")
     thread = EngineThread(served.engine)
     limits = Limits(served.context_tokens, served.engine.executor.vocab_size, default_max_tokens=DEFAULT_MAX_TOKENS)
-    app = create_app(thread, served.tokenizer, served.chat, name, metrics, limits)
+    app = create_app(served.engine, served.tokenizer, served.chat, name, metrics, limits)
     host, port = listener.getsockname()[:2]
 
     def ready() -> None:

@@ -1,11 +1,24 @@
-"""The response of the generating endpoints: from submit to the last byte, with a cancel on every way out."""
+"""The response of the generating endpoints: from submit to the last byte, with a cancel on every way out.
+
+Deltas come from the engine's thread and go out on the event loop. The engine never waits here: what a slow reader has
+not taken yet piles up in a list whose length is bounded by the request's own max_tokens, and is handed over in one
+piece when the reader comes back.
+"""
 
 from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from flexspec.runtime.api import EngineClient
+from flexspec.runtime.api import Delta, EngineClient, RequestStats
 from flexspec.runtime.server.drain import Drain
 from flexspec.runtime.server.failures import NO_REASON, engine_error, shutting_down
 from flexspec.runtime.server.openai import (
@@ -19,9 +32,9 @@ from flexspec.runtime.server.openai import (
     to_json,
     usage,
 )
-from flexspec.runtime.server.requests import Ask
-from flexspec.runtime.server.stream import Generation, Piece, unless_gone
+from flexspec.runtime.server.requests import Ask, Sample
 
+CUT_WAIT_S = 1.0  # after a cancel at shutdown, how long the engine has to hand over its last text
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -105,3 +118,133 @@ class Answer(Response):
 
     def _usage(self, generation: Generation) -> Json:
         return usage(self._ask.prompt_tokens, [choice.stats for choice in generation.choices])
+
+
+class Inbox:
+    """Deltas of all choices of one answer. ``put`` is called by any thread and never blocks; ``get`` by the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._items: list[tuple[int, Delta]] = []
+        self._waking = False
+        self._filled = asyncio.Event()
+
+    def put(self, index: int, delta: Delta) -> None:
+        """Add a delta of a choice."""
+        with self._lock:
+            self._items.append((index, delta))
+            wake, self._waking = not self._waking, True
+        if wake:
+            with suppress(RuntimeError):  # the loop is closed: nobody reads any more, the engine must not notice
+                self._loop.call_soon_threadsafe(self._filled.set)
+
+    async def get(self) -> list[tuple[int, Delta]]:
+        """All deltas since the last call, at least one."""
+        await self._filled.wait()
+        self._filled.clear()
+        with self._lock:
+            items, self._items = self._items, []
+            self._waking = False
+        return items
+
+
+@dataclass(slots=True)
+class Choice:
+    """What one choice has got so far. ``stats`` are the engine's at the end, our own counts before."""
+
+    prompt_tokens: int
+    request_id: int = -1
+    tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+    stats: RequestStats = field(default_factory=RequestStats)
+
+    def take(self, delta: Delta) -> None:
+        self.tokens += len(delta.token_ids)
+        self.finish_reason, self.error = delta.finish_reason, delta.error
+        if delta.finish_reason is not None:
+            self.stats = delta.stats
+
+    def counted(self) -> RequestStats:
+        return RequestStats(prompt_tokens=self.prompt_tokens, completion_tokens=self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of one choice that has not been sent yet, and its end if it has come."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    error: str | None
+
+
+class Generation:
+    """The engine requests of one answer. ``cancel`` must run whatever happens after ``submit``."""
+
+    def __init__(self, engine: EngineClient, samples: tuple[Sample, ...]) -> None:
+        self._engine = engine
+        self._samples = samples
+        self._loop = asyncio.get_running_loop()
+        self._inbox = Inbox(self._loop)
+        self._cutter: asyncio.TimerHandle | None = None
+        self.choices = [Choice(len(sample.prompt_ids)) for sample in samples]
+
+    def submit(self) -> None:
+        """Hand all choices to the engine. Raises its errors; those submitted before are then the caller's to cancel."""
+        for sample, choice in zip(self._samples, self.choices, strict=True):
+            deliver = partial(self._inbox.put, sample.index)
+            choice.request_id = self._engine.submit(sample.prompt_ids, sample.params, deliver)
+
+    async def next_pieces(self) -> list[Piece] | None:
+        """What has come, at most one piece a choice; None when every choice has a finish_reason."""
+        if all(choice.finish_reason is not None for choice in self.choices):
+            return None
+        texts: dict[int, list[str]] = {}
+        for index, delta in await self._inbox.get():
+            choice = self.choices[index]
+            if choice.finish_reason is None:
+                choice.take(delta)
+                texts.setdefault(index, []).append(delta.text)
+        return [
+            Piece(index, "".join(parts), self.choices[index].finish_reason, self.choices[index].error)
+            for index, parts in texts.items()
+        ]
+
+    def cancel(self) -> None:
+        """Cancel what the engine may still work on."""
+        if self._cutter is not None:
+            self._cutter.cancel()
+        for choice in self.choices:
+            if choice.request_id >= 0 and choice.finish_reason is None:
+                self._engine.cancel(choice.request_id)
+
+    def cut(self) -> None:
+        """End the answer now: cancel, take what the engine still delivers, and close by ourselves if it does not."""
+        self.cancel()
+        self._cutter = self._loop.call_later(CUT_WAIT_S, self._close)
+
+    def _close(self) -> None:
+        for index, choice in enumerate(self.choices):
+            if choice.finish_reason is None:
+                self._inbox.put(index, Delta("", (), "cancelled", choice.counted()))
+
+
+async def unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Run ``work``, but stop it as soon as the client has gone. Raises what ``work`` raises."""
+    job = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({job, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if job.done():
+            job.result()
+    finally:
+        job.cancel()
+        gone.cancel()
+        await asyncio.gather(job, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

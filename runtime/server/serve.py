@@ -16,9 +16,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from flexspec.runtime.api import EngineClient
+from flexspec.runtime.server.answer import CUT_WAIT_S
 from flexspec.runtime.server.drain import Drain
 from flexspec.runtime.server.listen import BACKLOG
-from flexspec.runtime.server.stream import CUT_WAIT_S
 
 _FLUSH_S = 4.0  # after the cut, for readers that are still taking their last bytes
 _TICKS_PER_LOOK = 5  # uvicorn ticks ten times a second

@@ -154,7 +154,7 @@ def test_a_model_without_a_chat_template_completes_and_says_why_it_cannot_chat(a
     served = open_engine(artifact, ServeOptions(threads=1, measure=False))
     thread = EngineThread(served.engine)
     metrics = Metrics(CollectorRegistry())
-    app = create_app(thread, served.tokenizer, None, "tiny", metrics, Limits(served.context_tokens, 268))
+    app = create_app(served.engine, served.tokenizer, None, "tiny", metrics, Limits(served.context_tokens, 268))
 
     async def ask() -> tuple[httpx.Response, httpx.Response]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:

@@ -313,7 +313,7 @@ class TestThread:
         asked, params = prompts(12), [SamplingParams(max_tokens=15)] * 12
         expected = alone(llm, asked, params)
         made = make_engine(llm, "budget:24/sources=suffix+ngram")
-        engine = EngineThread(made.engine)
+        thread = EngineThread(made.engine)
         told = [Answer() for _ in asked]
         ends = [threading.Event() for _ in asked]
 
@@ -323,35 +323,54 @@ class TestThread:
                 if delta.finish_reason is not None:  # type: ignore[attr-defined]
                     ends[i].set()
 
-            engine.submit(asked[i], params[i], take)
+            made.engine.submit(asked[i], params[i], take)
 
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
-        for thread in threads:
-            thread.start()
+        askers = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
+        for asker in askers:
+            asker.start()
         assert all(end.wait(30) for end in ends)
-        for thread in threads:
-            thread.join()
+        for asker in askers:
+            asker.join()
         same(told, expected)
-        engine.close()
+        thread.close()
         made.check_empty()
 
     def test_closing_ends_what_is_running_and_refuses_what_comes(self, llm: Executor) -> None:
         made = make_engine(llm)
-        engine = EngineThread(made.engine)
+        thread = EngineThread(made.engine)
         answer, started = Answer(), threading.Event()
 
         def take(delta: object) -> None:
             answer.deltas.append(delta)  # type: ignore[arg-type]
             started.set()
 
-        engine.submit([1, 2], SamplingParams(max_tokens=180), take)
+        made.engine.submit([1, 2], SamplingParams(max_tokens=180), take)
         assert started.wait(30)
-        engine.close()
-        engine.close()
+        thread.close()
+        thread.close()
         assert answer.last.finish_reason in ("cancelled", "length")
         with pytest.raises(EngineError, match="stopped"):
-            engine.submit([1], SamplingParams(), take)
+            made.engine.submit([1], SamplingParams(), take)
         made.check_empty()
+
+    def test_closing_between_the_loops_look_and_its_sleep_is_seen(self, llm: Executor) -> None:
+        class Late(threading.Event):
+            """Clears only after ``thread`` was told to stop, so that the clear wipes out what close has set."""
+
+            thread: EngineThread | None = None
+
+            def clear(self) -> None:
+                if self.thread is not None:
+                    self.thread._stopping = True
+                super().clear()
+
+        made = make_engine(llm)
+        made.engine.wanted = event = Late()
+        thread = event.thread = EngineThread(made.engine)
+        event.set()
+        thread._thread.join(30)
+        assert not thread._thread.is_alive()
+        thread.close()
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
     def test_a_bug_of_ours_is_told_and_turns_health_red(self, llm: Executor) -> None:
@@ -359,7 +378,7 @@ class TestThread:
             raise ZeroDivisionError("ours")
 
         made = make_engine(Failing(llm, 2, bug))
-        engine = EngineThread(made.engine)
+        thread = EngineThread(made.engine)
         ended = threading.Event()
         reasons: list[str | None] = []
 
@@ -368,10 +387,10 @@ class TestThread:
             if reasons[-1] is not None:
                 ended.set()
 
-        engine.submit([1, 2], SamplingParams(), take)
+        made.engine.submit([1, 2], SamplingParams(), take)
         assert ended.wait(30)
-        assert reasons[-1] == "error" and "ZeroDivisionError: ours" in (engine.load().failure or "")
-        engine.close()
+        assert reasons[-1] == "error" and "ZeroDivisionError: ours" in (made.engine.load().failure or "")
+        thread.close()
 
 
 @dataclass

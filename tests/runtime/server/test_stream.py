@@ -15,8 +15,8 @@ from scripted_engine import ACCEPTED, DRAFTED, Script, ScriptedEngine
 
 from flexspec.errors import QueueFullError
 from flexspec.runtime.api import Delta
+from flexspec.runtime.server.answer import Inbox
 from flexspec.runtime.server.openai import to_json
-from flexspec.runtime.server.stream import Inbox
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MakeApp = Callable[[ScriptedEngine], FastAPI]
