@@ -6,7 +6,7 @@ Nothing in the folder is executed and no pickle is read. Defaults for absent key
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +24,13 @@ from flexspec.compiler.frontends.safetensors_file import (
 from flexspec.compiler.frontends.settings import Settings, check_config
 from flexspec.compiler.frontends.weights import check_layer_count
 from flexspec.errors import ModelFileError, TokenizerError, WeightError
-from flexspec.models.config import ModelConfig
+from flexspec.models.config import Checkpoint, ModelConfig
 from flexspec.models.llama import check_sliding_window
+from flexspec.models.registry import architectures
 
 FUSED_STATE = "FusedStateSSM"
 
 
-@dataclass(frozen=True, slots=True)
-class _Architecture:
-    """What transformers' configuration class assumes where config.json is silent."""
-
-    family: str
-    positions: int
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    head_dim: int | None = None
-    window: int | None = None
-    window_is_optional: bool = False  # only with use_sliding_window
-
-
-_ARCHITECTURES = {
-    "LlamaForCausalLM": _Architecture("llama", positions=2048),
-    "MistralForCausalLM": _Architecture("mistral", positions=131_072, window=4096),
-    "Qwen2ForCausalLM": _Architecture("qwen2", positions=32_768, qkv_bias=True, window=4096, window_is_optional=True),
-    "Qwen3ForCausalLM": _Architecture(
-        "qwen3", 32_768, qk_norm=True, head_dim=128, window=4096, window_is_optional=True
-    ),
-    FUSED_STATE: _Architecture("fused_state", positions=2048),
-}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -92,15 +71,17 @@ def open_huggingface(folder: Path) -> LoadedModel:
 def read_config(settings: Settings, path: Path) -> tuple[ModelConfig, str]:
     """The configuration and the architecture's name from a config.json. Raises ModelConfigError."""
     names = settings.strings("architectures")
-    known = [name for name in names if name in _ARCHITECTURES]
+    table = architectures()
+    known = [name for name in names if name in table]
     if not known:
         fix = "take a model of these families"
-        raise settings.error("architectures", f"one of {', '.join(sorted(_ARCHITECTURES))}", fix)
-    rules = _ARCHITECTURES[known[0]]
+        raise settings.error("architectures", f"one of {', '.join(sorted(table))}", fix)
+    family, rules = table[known[0]]
     if "quantization_config" in settings:
         raise settings.error("quantization_config", "weights in plain floating point", "take the unquantised model")
-    if settings.string("hidden_act", "silu") not in ("silu", "swish"):
-        raise settings.error("hidden_act", "silu", "models with other activations are not supported")
+    if settings.string("hidden_act", rules.activations[0]) not in rules.activations:
+        fix = f"the {family} graph computes no other activation"
+        raise settings.error("hidden_act", " or ".join(rules.activations), fix)
     hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     positions = settings.integer("max_position_embeddings", rules.positions)
     layers = settings.integer("num_hidden_layers")
@@ -110,12 +91,12 @@ def read_config(settings: Settings, path: Path) -> tuple[ModelConfig, str]:
     attention_bias = settings.flag("attention_bias", False)
     bos = settings.token_ids("bos_token_id")
     config = ModelConfig(
-        family=rules.family,
+        family=family,
         vocab_size=settings.integer("vocab_size"),
         hidden_size=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=settings.integer("num_key_value_heads", 8 if known[0] == "MistralForCausalLM" else heads),
+        kv_heads=settings.integer("num_key_value_heads", rules.kv_heads or heads),
         head_dim=settings.integer("head_dim", rules.head_dim or max(1, hidden // heads)),
         ffn_size=settings.integer("intermediate_size"),
         norm_eps=settings.number("rms_norm_eps", 1e-6),
@@ -132,7 +113,7 @@ def read_config(settings: Settings, path: Path) -> tuple[ModelConfig, str]:
     return check_config(config, path), known[0]
 
 
-def _check_window(settings: Settings, rules: _Architecture, layers: int, positions: int) -> None:
+def _check_window(settings: Settings, rules: Checkpoint, layers: int, positions: int) -> None:
     """Refuse a sliding window that the model really uses; Mistral's class assumes one where config.json is silent."""
     window = 0 if settings.is_null("sliding_window") else settings.integer("sliding_window", rules.window or 0, least=0)
     types = settings.strings("layer_types")

@@ -50,6 +50,24 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What transformers' configuration class of one architecture assumes where config.json is silent.
+
+    A family lists the architectures whose checkpoints it builds; the loader asks the registry, so that a new family
+    stays one file. ``activations`` are the hidden_act names its graph computes.
+    """
+
+    positions: int = 2048
+    activations: tuple[str, ...] = ("silu", "swish")
+    kv_heads: int | None = None  # None: as many as heads
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+    window: int | None = None
+    window_is_optional: bool = False  # only with use_sliding_window
+
+
 class WeightSource(Protocol):
     """Read access to a checkpoint under canonical names.
 

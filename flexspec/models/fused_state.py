@@ -9,7 +9,7 @@ from __future__ import annotations
 from flexspec.builder import GraphBuilder
 from flexspec.errors import GraphError, ModelConfigError
 from flexspec.graph import Graph, Value
-from flexspec.models.config import ModelConfig
+from flexspec.models.config import Checkpoint, ModelConfig
 from flexspec.models.llama import check_config, decoder_layer
 from flexspec.models.registry import register_family
 from flexspec.types import DType, Role
@@ -76,4 +76,4 @@ def graft_fuse_head(graph: Graph) -> Graph:
     return b.finish(Value(graph.outputs[0], types[graph.outputs[0]]), total, *caches)
 
 
-register_family("fused_state", build_fused_state)
+register_family("fused_state", build_fused_state, {"FusedStateSSM": Checkpoint(positions=2048)})

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 from flexspec.builder import GraphBuilder, StepInputs
 from flexspec.errors import ModelConfigError
 from flexspec.graph import Graph, Value
-from flexspec.models.config import ModelConfig
+from flexspec.models.config import Checkpoint, ModelConfig
 from flexspec.models.registry import register_family
 from flexspec.ops.rope import KINDS
 from flexspec.types import DType
+
+Mlp = Callable[[GraphBuilder, ModelConfig, Value, str], Value]  # (builder, config, rows [T,E], prefix) -> [T,E]
 
 
 def build_llama(config: ModelConfig, dtype: DType, *, taps: tuple[int, ...] = (), name: str = "llm") -> Graph:
@@ -60,15 +63,32 @@ def embedding_dims(config: ModelConfig) -> tuple[int, int]:
     return config.vocab_size, config.hidden_size
 
 
+def swiglu_mlp(b: GraphBuilder, config: ModelConfig, h_TE: Value, part: str) -> Value:
+    """down(silu(gate(h)) * up(h)), [T,E]; ``part`` is the weights' prefix."""
+    gate = linear(b, h_TE, f"{part}.gate_proj", config.ffn_size, config.mlp_bias)
+    up = linear(b, h_TE, f"{part}.up_proj", config.ffn_size, config.mlp_bias)
+    return linear(b, b.swiglu(gate, up), f"{part}.down_proj", config.hidden_size, config.mlp_bias)
+
+
 def decoder_layer(
-    b: GraphBuilder, step: StepInputs, config: ModelConfig, x_TE: Value, prefix: str, *, name: str = ""
+    b: GraphBuilder,
+    step: StepInputs,
+    config: ModelConfig,
+    x_TE: Value,
+    prefix: str,
+    *,
+    mlp: Mlp = swiglu_mlp,
+    name: str = "",
 ) -> tuple[Value, Value, Value]:
-    """Attention and MLP with their residuals: (x [T,E] called ``name``, new k cache, new v cache)."""
+    """Attention and MLP with their residuals: (x [T,E] called ``name``, new k cache, new v cache).
+
+    A family whose MLP differs passes its own ``mlp``, which reads the normed rows.
+    """
     h = b.rms_norm(x_TE, b.weight(f"{prefix}.input_layernorm.weight", (config.hidden_size,)), config.norm_eps)
     attended, k_new, v_new = _attention(b, step, config, h, prefix)
     x = b.add(x_TE, attended)
     h = b.rms_norm(x, b.weight(f"{prefix}.post_attention_layernorm.weight", (config.hidden_size,)), config.norm_eps)
-    return b.add(x, _mlp(b, config, h, f"{prefix}.mlp"), name=name), k_new, v_new
+    return b.add(x, mlp(b, config, h, f"{prefix}.mlp"), name=name), k_new, v_new
 
 
 def _attention(
@@ -76,9 +96,9 @@ def _attention(
 ) -> tuple[Value, Value, Value]:
     part = f"{prefix}.self_attn"
     q_width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    q = _linear(b, h_TE, f"{part}.q_proj", q_width, config.qkv_bias)
-    k = _linear(b, h_TE, f"{part}.k_proj", kv_width, config.qkv_bias)
-    v = _linear(b, h_TE, f"{part}.v_proj", kv_width, config.qkv_bias)
+    q = linear(b, h_TE, f"{part}.q_proj", q_width, config.qkv_bias)
+    k = linear(b, h_TE, f"{part}.k_proj", kv_width, config.qkv_bias)
+    v = linear(b, h_TE, f"{part}.v_proj", kv_width, config.qkv_bias)
     q, k, v = b.split_heads(q, config.heads), b.split_heads(k, config.kv_heads), b.split_heads(v, config.kv_heads)
     if config.qk_norm:
         q = b.rms_norm(q, b.weight(f"{part}.q_norm.weight", (config.head_dim,)), config.norm_eps)
@@ -88,16 +108,11 @@ def _attention(
     k_cache = b.kv_cache(f"{prefix}.k_cache", config.kv_heads, config.head_dim)
     v_cache = b.kv_cache(f"{prefix}.v_cache", config.kv_heads, config.head_dim)
     o, k_new, v_new = b.attention(q, k, v, k_cache, v_cache, step, config.head_dim**-0.5)
-    return _linear(b, b.merge_heads(o), f"{part}.o_proj", config.hidden_size, config.output_bias), k_new, v_new
+    return linear(b, b.merge_heads(o), f"{part}.o_proj", config.hidden_size, config.output_bias), k_new, v_new
 
 
-def _mlp(b: GraphBuilder, config: ModelConfig, h_TE: Value, part: str) -> Value:
-    gate = _linear(b, h_TE, f"{part}.gate_proj", config.ffn_size, config.mlp_bias)
-    up = _linear(b, h_TE, f"{part}.up_proj", config.ffn_size, config.mlp_bias)
-    return _linear(b, b.swiglu(gate, up), f"{part}.down_proj", config.hidden_size, config.mlp_bias)
-
-
-def _linear(b: GraphBuilder, x: Value, part: str, width: int, biased: bool) -> Value:
+def linear(b: GraphBuilder, x: Value, part: str, width: int, biased: bool) -> Value:
+    """``x`` times the weight ``part.weight`` of ``width`` rows, plus ``part.bias`` if there is one."""
     weight = b.weight(f"{part}.weight", (width, x.type.dims[-1]))
     return b.linear(x, weight, b.weight(f"{part}.bias", (width,)) if biased else None)
 
@@ -145,5 +160,13 @@ def _bad(found: str, expected: str) -> ModelConfigError:
     return ModelConfigError(found, expected, "correct the model's configuration file")
 
 
-for _family in ("llama", "mistral", "qwen2", "qwen3"):
-    register_family(_family, build_llama)
+register_family("llama", build_llama, {"LlamaForCausalLM": Checkpoint(positions=2048)})
+register_family("mistral", build_llama, {"MistralForCausalLM": Checkpoint(131_072, kv_heads=8, window=4096)})
+register_family(
+    "qwen2", build_llama, {"Qwen2ForCausalLM": Checkpoint(32_768, qkv_bias=True, window=4096, window_is_optional=True)}
+)
+register_family(
+    "qwen3",
+    build_llama,
+    {"Qwen3ForCausalLM": Checkpoint(32_768, qk_norm=True, head_dim=128, window=4096, window_is_optional=True)},
+)

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flexspec.errors import ModelConfigError
 from flexspec.graph import Graph
-from flexspec.models.config import ModelConfig
+from flexspec.models.config import Checkpoint, ModelConfig
 from flexspec.types import DType, Role
 
 ModelBuilder = Callable[..., Graph]  # (config: ModelConfig, dtype: DType, **options of the family) -> step graph
 
 _FAMILIES: dict[str, ModelBuilder] = {}
+_ARCHITECTURES: dict[str, tuple[str, Checkpoint]] = {}
 _NO_FAMILY = ("config", "registry")
 
 
-def register_family(family: str, builder: ModelBuilder) -> None:
-    """Make ``builder`` the builder of ``family``. A second registration of a name is our own bug."""
+def register_family(family: str, builder: ModelBuilder, architectures: Mapping[str, Checkpoint] | None = None) -> None:
+    """Make ``builder`` the builder of ``family``, and of Hugging Face checkpoints of ``architectures``.
+
+    A builder takes ``(config, dtype, *, name=...)``; one that also takes ``taps=(layers...)`` and puts those hidden
+    states out (as llama.py does) can be served with a hidden-state SSM. A second registration of a name is our own bug.
+    """
     assert family not in _FAMILIES, f"model family {family} is declared twice"
     _FAMILIES[family] = builder
+    for name, rules in (architectures or {}).items():
+        assert name not in _ARCHITECTURES, f"architecture {name} is declared twice"
+        _ARCHITECTURES[name] = (family, rules)
+
+
+def architectures() -> dict[str, tuple[str, Checkpoint]]:
+    """Family and rules of every Hugging Face architecture that some family builds."""
+    families()
+    return dict(_ARCHITECTURES)
 
 
 def families() -> dict[str, ModelBuilder]:
@@ -36,7 +51,10 @@ def families() -> dict[str, ModelBuilder]:
 
 
 def build_model(config: ModelConfig, dtype: DType, **options: Any) -> Graph:
-    """The canonical graph of a model. Raises ModelConfigError for an unknown family or a bad configuration."""
+    """The canonical graph of a model.
+
+    Raises ModelConfigError for an unknown family, a bad configuration, or an option that the family's builder lacks.
+    """
     known = families()
     if config.family not in known:
         near = difflib.get_close_matches(config.family, known, n=3) or list(known)
@@ -44,7 +62,16 @@ def build_model(config: ModelConfig, dtype: DType, **options: Any) -> Graph:
             f"model family {config.family!r}", f"one of {', '.join(near)}",
             "use a supported model, or add one file to flexspec/models that registers the family",
         )  # fmt: skip
-    return known[config.family](config, dtype, **options)
+    builder = known[config.family]
+    offered = inspect.signature(builder).parameters
+    refused = [name for name in options if name not in offered]
+    if refused:
+        raise ModelConfigError(
+            f"family {config.family} offers no {', '.join(refused)}",
+            f"a family that does ({config.family} offers {', '.join(list(offered)[2:]) or 'no options'})",
+            "leave out the SSM that reads hidden states, or let the family's builder take taps",
+        )
+    return builder(config, dtype, **options)
 
 
 def expected_weights(graph: Graph) -> dict[str, tuple[int, ...]]:

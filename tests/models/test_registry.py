@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import flexspec.models
+from flexspec.compiler.frontends.huggingface import read_config
+from flexspec.compiler.frontends.settings import Settings
 from flexspec.errors import ModelConfigError
 from flexspec.models import registry
 from flexspec.models.config import ModelConfig, RopeConfig
@@ -20,6 +23,7 @@ CONFIG = ModelConfig("llama", 32, 16, 2, 4, 2, 8, 24, 1e-5, 64)
 
 NEW_FAMILY = '''
 from flexspec.builder import GraphBuilder
+from flexspec.models.config import Checkpoint
 from flexspec.models.registry import register_family
 
 
@@ -32,21 +36,46 @@ def build_bigram(config, dtype, *, name="bigram"):
     return b.finish(b.linear(b.select_rows(x, step.logit_rows_L), head, name="logits_LV"))
 
 
-register_family("bigram", build_bigram)
+register_family("bigram", build_bigram, {"BigramForCausalLM": Checkpoint(positions=64, activations=("gelu",))})
 '''
 
 
-def test_a_family_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def bigram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A family in a file of its own, gone afterwards."""
     (tmp_path / "bigram.py").write_text(NEW_FAMILY)
     monkeypatch.setattr(registry, "_FAMILIES", dict(families()))
+    monkeypatch.setattr(registry, "_ARCHITECTURES", dict(registry.architectures()))
     monkeypatch.setattr(flexspec.models, "__path__", [*flexspec.models.__path__, str(tmp_path)])
+    yield
+    sys.modules.pop("flexspec.models.bigram", None)
+
+
+def test_a_family_is_one_file(bigram: None) -> None:
     graph = build_model(replace(CONFIG, family="bigram"), DType.F32)
-    monkeypatch.delitem(sys.modules, "flexspec.models.bigram")
     assert [node.op for node in graph.nodes] == ["embedding", "select_rows", "linear"]
 
 
+def test_an_option_the_family_lacks_is_refused(bigram: None) -> None:
+    with pytest.raises(ModelConfigError, match="family bigram offers no taps"):
+        build_model(replace(CONFIG, family="bigram"), DType.F32, taps=(1,))
+
+
+def test_the_loader_knows_the_checkpoints_of_a_new_family(bigram: None, tmp_path: Path) -> None:
+    settings = {
+        "architectures": ["BigramForCausalLM"], "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 24,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    config, name = read_config(Settings(settings, path), path)
+    assert (config.family, config.max_positions, name) == ("bigram", 64, "BigramForCausalLM")
+    settings["hidden_act"] = "silu"
+    with pytest.raises(ModelConfigError, match="gelu"):
+        read_config(Settings(settings, path), path)
+
+
 def test_families() -> None:
-    assert set(families()) == {"fused_state", "llama", "mistral", "qwen2", "qwen3"}
+    assert {"fused_state", "llama", "mistral", "qwen2", "qwen3"} <= set(families())
     with pytest.raises(ModelConfigError, match="one of llama"):
         build_model(replace(CONFIG, family="llama4"), DType.F32)
 

@@ -229,6 +229,6 @@ def test_unknown_operator_names_the_nearest() -> None:
 def test_kernel_keys() -> None:
     keys = {name: record.kernel for name, record in all_records().items()}
     assert keys["attention"] == KernelKey(cpu="attention", triton="tree_attention")
-    assert {name for name, key in keys.items() if key.cpu == "rowwise"} == {"add", "swiglu"}
+    assert {"add", "swiglu"} <= {name for name, key in keys.items() if key.cpu == "rowwise"}
     assert all((key.cpu_expr is not None) == (key.cpu == "rowwise") for key in keys.values())
     assert all(isinstance(record, OpRecord) and record.doc for record in all_records().values())
