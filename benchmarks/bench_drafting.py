@@ -32,6 +32,7 @@ from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixAutomaton, SuffixDrafter
 from flexspec.runtime.step import StepBatch, StepResult
+from flexspec.runtime.top_successors import top_successors
 from flexspec.sampling import SamplingParams
 
 OUTPUTS = 8_192  # the reduced vocabulary of the shipped SSM
@@ -59,6 +60,9 @@ class InstantExecutor:
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
         return StepResult(np.zeros(0, np.int32), self._logits[: len(batch.logit_rows_L)], None)
+
+    def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        return top_successors(logits_LV, k)
 
     def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
         """Nothing is stored."""

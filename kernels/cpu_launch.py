@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flexspec.errors import ArtifactError, CapacityError, EngineError
 from flexspec.kernels.cpu_facts import ProgramFacts, read_facts
 
-ABI = 1
+ABI = 2
 _FIX = "compile the model again with this version"
 _POINTERS = ("ids", "positions", "starts", "contexts", "page_table", "logit_rows")
 
@@ -104,6 +104,17 @@ class CpuLibrary:
             raise EngineError(
                 f"a step of {len(ids)} rows", "no more rows than max_rows", "lower the batch or tree size"
             )
+
+    def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Indices and softmax probabilities [L, k] as templates/cpu/top.h makes them; ``k`` at most the columns."""
+        rows, columns = logits_LV.shape
+        assert logits_LV.flags.c_contiguous and logits_LV.dtype == np.float32 and 0 < k <= columns
+        index, chance = np.empty((rows, k), np.int32), np.empty((rows, k), np.float32)
+        self._lib.fs_top_successors(
+            ctypes.c_int(rows), ctypes.c_int(columns), ctypes.c_void_p(logits_LV.ctypes.data), ctypes.c_int(k),
+            ctypes.c_void_p(index.ctypes.data), ctypes.c_void_p(chance.ctypes.data),
+        )  # fmt: skip
+        return index, chance
 
     def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
         self._lib.fs_move_kv(

@@ -55,6 +55,16 @@ class Arena:
             self.free.setdefault(self.row_bytes[buffer], []).append(buffer)
 
 
+def row_stride(columns: int, element_bytes: int) -> int:
+    """Elements from row to row: columns padded to 32, then to an odd number of cache lines.
+
+    Sixteen rows of a tile would otherwise fall into a few sets of the first cache level and push each other out.
+    """
+    padded = -(-columns // 32) * 32
+    lines = padded * element_bytes // 64
+    return padded if lines % 2 else padded + 64 // element_bytes
+
+
 def width(graph: Graph, name: str) -> int:
     """Columns of a value: the product of its dims after the first. Raises CompileError for a symbolic one."""
     columns = 1

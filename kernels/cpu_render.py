@@ -13,7 +13,7 @@ from flexspec.errors import CompileError
 from flexspec.graph import Graph, Node
 from flexspec.kernels.cpu_facts import SYMBOL, ProgramFacts, facts_of
 from flexspec.kernels.cpu_pack import PackedWeight
-from flexspec.kernels.cpu_plan import Arena, Place, Roots, element_type, kernel_of, width
+from flexspec.kernels.cpu_plan import Arena, Place, Roots, element_type, kernel_of, row_stride, width
 from flexspec.ops.record import record_of
 from flexspec.types import DType, Role
 
@@ -64,7 +64,7 @@ class Emitter:
 
     def allocate(self, name: str, *, elem: bool, columns: int | None = None) -> Place:
         columns = columns or self.columns(name)
-        ld = -(-columns // 32) * 32
+        ld = row_stride(columns, 2 if elem else 4)
         elem = elem and self.dtype is DType.BF16
         # A matrix product reads whole tiles of k, and 0 * NaN is not 0: padding columns must stay zero for good.
         buffer = self.arena.take(ld * (2 if elem else 4), padded=columns % 32 != 0)

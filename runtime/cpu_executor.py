@@ -101,6 +101,9 @@ class CpuExecutor:
         if width and (batch.features_TE is None or batch.features_TE.shape != (rows, width)):
             raise EngineError("a step without its features", f"[{rows}, {width}]", "feed the LLM's features to the SSM")
 
+    def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        return self._library.top_successors(logits_LV, k)
+
     def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
         self._library.move_kv(np.ascontiguousarray(src_slots, np.int32), np.ascontiguousarray(dst_slots, np.int32))
 

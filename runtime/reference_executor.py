@@ -15,6 +15,7 @@ from flexspec.errors import WeightError
 from flexspec.graph import Graph
 from flexspec.kernels.reference import TORCH_DTYPES, run_graph
 from flexspec.runtime.step import PAGE_TOKENS, StepBatch, StepResult
+from flexspec.runtime.top_successors import top_successors
 from flexspec.types import Role
 
 
@@ -75,6 +76,9 @@ class ReferenceExecutor:
             for value in self.graph.inputs
             if value.name in arrays
         }
+
+    def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        return top_successors(logits_LV, k)
 
     def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
         """Copy K/V of all layers slot by slot, in order."""

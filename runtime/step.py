@@ -65,6 +65,13 @@ class Executor(Protocol):
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult: ...
 
+    def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Indices and softmax probabilities [L, k] of each row's k largest logits, falling, ties to the lower index.
+
+        A row that is not finite gets probability 0 throughout. ``k`` is at most V.
+        """
+        ...
+
     def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
         """Copy K/V of all layers slot by slot, in order; safe when dst <= src ascending (commit's gather)."""
         ...

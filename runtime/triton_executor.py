@@ -25,6 +25,7 @@ from flexspec.kernels.triton_launch import BinaryKernels, Kernels, SourceKernels
 from flexspec.kernels.triton_spec import TARGETS, AttentionShape, TileConfig, Variant, attention_shapes
 from flexspec.ops.record import Reference, record_of
 from flexspec.runtime.step import StepBatch, StepResult
+from flexspec.runtime.top_successors import top_successors
 from flexspec.types import DType, Role
 
 _PLAIN_CONFIG = TileConfig(32, 4, 2)  # for the interpreter, and for GPUs no budget is known of
@@ -104,6 +105,9 @@ class TritonExecutor:
             logits_LV=logits_LV.cpu().numpy() if want_logits else None,
             features_TE=torch.cat(features, -1).cpu().numpy() if features else None,
         )
+
+    def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        return top_successors(logits_LV, k)
 
     def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
         """Copy K/V of all layers slot by slot, in order; in one gather when no copy reads what an earlier one wrote."""

@@ -27,17 +27,17 @@ class Calibration:
 
     def scores(self, tree: TokenTree) -> list[float]:
         """The measured chance of each node given its parent; 1 for the root."""
-        cells = self._cells
         result = [1.0] * len(tree)
         depth = [0] * len(tree)
         for i in range(1, len(tree)):
             depth[i] = depth[tree.parents[i]] + 1
-            claim = tree.scores[i]
-            cell = cells.get((tree.sources[i], bisect_right(DEPTH_EDGES, depth[i]), bisect_right(SCORE_EDGES, claim)))
-            if cell is not None:
-                claim = (cell[0] + PRIOR_TRIALS * claim) / (cell[1] + PRIOR_TRIALS)
-            result[i] = claim
+            result[i] = self.score(tree.sources[i], depth[i], tree.scores[i])
         return result
+
+    def score(self, source: str, depth: int, claim: float) -> float:
+        """The measured chance of a node that ``source`` proposed at ``depth`` with ``claim``."""
+        cell = self._cells.get((source, bisect_right(DEPTH_EDGES, depth), bisect_right(SCORE_EDGES, claim)))
+        return claim if cell is None else (cell[0] + PRIOR_TRIALS * claim) / (cell[1] + PRIOR_TRIALS)
 
     def update(self, tree: TokenTree, accepted_nodes: Collection[int]) -> None:
         """Book one verify: only children of the root and of accepted nodes were put to the test."""

@@ -1,8 +1,7 @@
 """The shape of an SSM's token tree and its growth, level by level.
 
 Owns the static vector (SpecInfer's expansion, arXiv 2305.09781 section 3) and the dynamic form (best-first under a
-beam, as in EAGLE-2, arXiv 2406.16858), the growing tree with the rows that must be fed again, and the top-k of a
-logits row.
+beam, as in EAGLE-2, arXiv 2406.16858), and the growing tree with the rows that must be fed again.
 """
 
 from __future__ import annotations
@@ -124,6 +123,11 @@ class Growth:
                 return
             self.add(parent, token, score)
 
+    def reached(self, beam: int | None) -> float:
+        """Expected number of the newest level's ``beam`` most promising nodes that the text goes through."""
+        chances = [self.survival[node] for node in self.level]
+        return sum(chances if beam is None else sorted(chances)[-beam:])
+
     def begin_level(self, beam: int | None) -> list[int]:
         """Nodes of the newest level to extend, the most promising ``beam``; the next ``add`` starts a new level."""
         chosen = self.level
@@ -161,27 +165,3 @@ class Growth:
             assert count <= max_nodes, "a tree with sampled nodes is sized before it is drawn"
             return tree
         return take_nodes(tree, most_promising(tree, self.survival, max_nodes, max_depth))
-
-
-def top_successors(logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Indices and softmax probabilities [L, k] of each row's k largest logits, falling, ties to the lower index.
-
-    A row without a finite maximum gets probability 0 throughout (a diverged SSM must not stop the server). ``k`` argmax
-    sweeps: for the k that trees use they beat a partial sort by two to one.
-    """
-    rows = np.arange(len(logits_LV))
-    top_L = logits_LV.max(axis=1)
-    sound_L = np.isfinite(top_L)
-    left_LV = logits_LV - np.where(sound_L, top_L, np.float32(0.0))[:, None]
-    with np.errstate(over="ignore", invalid="ignore"):
-        total_L = np.exp(left_LV).sum(axis=1)
-    index_LK = np.empty((len(rows), min(k, logits_LV.shape[1])), np.int64)
-    value_LK = np.empty(index_LK.shape, np.float32)
-    for i in range(index_LK.shape[1]):
-        best_L = left_LV.argmax(axis=1)
-        index_LK[:, i] = best_L
-        value_LK[:, i] = left_LV[rows, best_L]
-        left_LV[rows, best_L] = -np.inf
-    with np.errstate(over="ignore", invalid="ignore"):
-        chance_LK = np.exp(value_LK) / total_L[:, None]
-    return index_LK, np.where(sound_L[:, None], chance_LK, np.float32(0.0))

@@ -17,7 +17,8 @@ from flexspec.runtime.drafters.budget import StepCost, choose_budget
 from flexspec.runtime.drafters.calibrate import Calibration
 from flexspec.runtime.drafters.merge import best_chain, merge_trees, most_promising, path_survival, take_nodes
 from flexspec.runtime.drafters.plan import DraftPlan, worst_case
-from flexspec.runtime.drafters.source_choice import SourceChoice
+from flexspec.runtime.drafters.ssm import SsmDrafter
+from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.tree import TokenTree
 
 _SMOOTHING = 0.1
@@ -31,8 +32,8 @@ class PlannedDrafter:
     ``step_cost`` is the LLM's measured cost by rows; without it method "budget" always takes ``max_nodes``.
     ``draft_cost`` is the measured cost of a round's drafting in the same unit; the engine may update it at any time.
     Where costs keep trees small, the sources are asked for little more than what was last verified: drafting for many
-    requests at once then costs in proportion to what it gives. With method "budget", measured costs and a source beside
-    the SSMs, the SSMs are asked only while that makes tokens come faster (source_choice.py).
+    requests at once then costs in proportion to what it gives. With method "budget" and measured costs each step of an
+    SSM runs only where it is worth its time (worth.py).
     """
 
     name = "planned"
@@ -52,10 +53,9 @@ class PlannedDrafter:
         self._usual_nodes = float(self.limits.max_nodes)  # verified nodes a request, smoothed
         self._drafters = [by_name[source] for source in sources]
         self.reads_features = any(drafter.reads_features for drafter in self._drafters)
-        self.choice = SourceChoice()
         self._clock = clock
-        self._models = {source for source in sources if source.startswith("ssm")}
-        self._may_choose = plan.method == "budget" and 0 < len(self._models) < len(sources)
+        self.models = [drafter for drafter in self._drafters if isinstance(drafter, SsmDrafter)]
+        self._others = [drafter for drafter in self._drafters if not isinstance(drafter, SsmDrafter)]
         self._last_round: tuple[list[int], float] | None = None  # its requests, and when it began
         self._tokens = 0  # committed since then
 
@@ -79,13 +79,21 @@ class PlannedDrafter:
     def record(self, tree: TokenTree, accepted_nodes: Collection[int]) -> None:
         """Learn from one verified tree (as ``propose`` gave it) and the nodes of its accepted path."""
         self.calibration.update(tree, accepted_nodes)
+        for model in self.models:
+            if model.worth is not None:
+                model.worth.accepted(tree, accepted_nodes)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         if not self._drafters or not requests:
             return [TokenTree.root_only(request.last_token) for request in requests]
+        self._begin_round(requests)
         limited = [self._limit(request) for request in requests]
-        drafts = [drafter.propose(limited) for drafter in self._asked(requests)]
-        merged = [merge_trees([trees[i] for trees in drafts]) for i in range(len(requests))]
+        merged = self._merge([drafter.propose(limited) for drafter in self._others])
+        for model in self.models:
+            if not merged:
+                merged = model.propose(limited)
+            elif model.worth is None or model.worth.ask(0, sum(self._miss(tree) for tree in merged)):
+                merged = self._merge([merged, model.propose(limited)])
         survival = [path_survival(tree, self.calibration.scores(tree)) for tree in merged]
         kept = [self._keep(*item) for item in zip(limited, merged, survival, strict=True)]
         if self.plan.method == "budget" and self.step_cost is not None:
@@ -95,15 +103,29 @@ class PlannedDrafter:
             self._usual_nodes += _SMOOTHING * (max(budget.nodes) - self._usual_nodes)
         return [take_nodes(tree, nodes) for tree, nodes in zip(merged, kept, strict=True)]
 
-    def _asked(self, requests: Sequence[DraftRequest]) -> list[Drafter]:
-        """The sources of this round. A round is timed when the next one has the same requests."""
-        if not self._may_choose or self.step_cost is None:
-            return self._drafters
+    def _begin_round(self, requests: Sequence[DraftRequest]) -> None:
+        """Close the books of the round before. It is timed when this one has the same requests."""
+        if self.plan.method != "budget" or self.step_cost is None:
+            return
         now, ids = self._clock(), [request.request_id for request in requests]
-        if self._last_round is not None and self._last_round[0] == ids:
-            self.choice.record(self._tokens, now - self._last_round[1])
+        same = self._last_round is not None and self._last_round[0] == ids
+        seconds = now - self._last_round[1] if same and self._last_round is not None else None
+        for model in self.models:
+            model.worth = model.worth or StepWorth(model.name)
+            model.worth.begin_round(self._tokens, seconds)
         self._last_round, self._tokens = (ids, now), 0
-        return [d for d in self._drafters if self.choice.with_models or d.name not in self._models]
+
+    @staticmethod
+    def _merge(drafts: Sequence[Sequence[TokenTree]]) -> list[TokenTree]:
+        return [merge_trees(trees) for trees in zip(*drafts, strict=True)]
+
+    def _miss(self, tree: TokenTree) -> float:
+        """The chance that none of the root's children is the next token."""
+        hit = sum([
+            self.calibration.score(tree.sources[i], 1, tree.scores[i])
+            for i in range(1, len(tree)) if tree.parents[i] == 0
+        ])  # fmt: skip
+        return max(0.0, 1.0 - hit)
 
     def _limit(self, request: DraftRequest) -> DraftRequest:
         usual = int(_HEADROOM * self._usual_nodes) + _SPARE_NODES

@@ -8,59 +8,26 @@ with true features, over the slots that the drafts had used.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.errors import CapacityError
 from flexspec.runtime.drafters.base import DraftRequest
-from flexspec.runtime.drafters.expand import Expansion, Growth, top_successors
+from flexspec.runtime.drafters.expand import Expansion, Growth
+from flexspec.runtime.drafters.ssm_context import Context, Job
+from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.runtime.noise import DraftNoise, draft_child
 from flexspec.runtime.pages import PageAllocator, RowGroup, pack_rows
 from flexspec.runtime.step import Executor
 from flexspec.runtime.transforms import target_law
 from flexspec.tree import TokenTree
 
-
-@dataclass(slots=True)
-class _Context:
-    """One request in the SSM. ``pending`` tokens are committed but not cached; ``cached`` rows are.
-
-    ``next_position`` is the sequence position of the next token to become pending. ``prompt`` is held by a fused-state
-    SSM until the features of its rows have come.
-    """
-
-    next_position: int = 0
-    prompt: list[int] = field(default_factory=list)
-    pending: list[int] = field(default_factory=list)
-    features: list[NDArray[np.float32]] = field(default_factory=list)  # one for each pending token
-    cached: int = 0
-    pages: list[int] = field(default_factory=list)
-    last: tuple[int, NDArray[np.float32] | None] | None = None  # newest cached token and its feature
-    given_up: bool = False
-
-    def restart(self, position: int) -> None:
-        """Forget all rows: the next token fed has sequence position ``position``."""
-        self.pending.clear()
-        self.features.clear()
-        self.cached = 0
-        self.last = None
-        self.next_position = position
-
-
-@dataclass(slots=True)
-class _Job:
-    """One request of a ``propose`` call."""
-
-    place: int  # in the caller's list
-    request: DraftRequest
-    context: _Context
-    growth: Growth
-    expansion: Expansion
-    noise: DraftNoise | None  # draws one child a node; None: all children are the most likely ones
+_USUAL_PENDING = 16  # tokens a request that wait for a usual round's first step, at most
 
 
 class SsmDrafter:
@@ -102,7 +69,8 @@ class SsmDrafter:
         self._keep_ids = np.arange(vocab_size) if keep_ids is None else np.asarray(keep_ids, np.int64)
         self._mixed = sampled == "mixed"
         self._pool = PageAllocator(executor.pages)
-        self._contexts: dict[int, _Context] = {}
+        self._contexts: dict[int, Context] = {}
+        self.worth: StepWorth | None = None  # None: every level of the expansion runs
 
     @property
     def free_pages(self) -> int:
@@ -110,7 +78,7 @@ class SsmDrafter:
 
     def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
         self.end(request_id)
-        context = self._contexts[request_id] = _Context()
+        context = self._contexts[request_id] = Context()
         if self.reads_features:
             context.prompt = list(prompt_ids)
         else:
@@ -140,7 +108,7 @@ class SsmDrafter:
             return
         self._append(context, committed, features_KE)
 
-    def _append(self, context: _Context, tokens: Sequence[int], features_KE: NDArray[np.float32] | None) -> None:
+    def _append(self, context: Context, tokens: Sequence[int], features_KE: NDArray[np.float32] | None) -> None:
         context.pending.extend(tokens)
         context.next_position += len(tokens)
         if self.reads_features and features_KE is not None:
@@ -156,14 +124,35 @@ class SsmDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         trees = [TokenTree.root_only(request.last_token) for request in requests]
         jobs = [job for i, request in enumerate(requests) if (job := self._prepare(i, request)) is not None]
-        self._catch_up(jobs)
+        usual = sum(len(job.context.pending) for job in jobs) <= _USUAL_PENDING * len(jobs)
+        with self._timed(0, usual and bool(jobs)):
+            self._catch_up(jobs)
         for level in range(1, max((len(job.expansion.children) for job in jobs), default=0)):
-            self._extend([job for job in jobs if level < len(job.expansion.children)], level)
+            chosen = self._worth_extending([job for job in jobs if level < len(job.expansion.children)], level)
+            if not chosen:
+                break
+            with self._timed(level, True):
+                self._extend(chosen, level)
         for job in jobs:
             trees[job.place] = job.growth.tree(job.request.max_nodes, job.request.max_depth)
         return trees
 
-    def _prepare(self, place: int, request: DraftRequest) -> _Job | None:
+    @contextmanager
+    def _timed(self, level: int, usual: bool) -> Iterator[None]:
+        """Book the time of a level's step; a first one that feeds a whole prompt says nothing about the others."""
+        began = time.perf_counter()
+        yield
+        if self.worth is not None and usual:
+            self.worth.ran(level, time.perf_counter() - began)
+
+    def _worth_extending(self, jobs: list[Job], level: int) -> list[Job]:
+        """The jobs whose newest nodes go on. Trees with drawn nodes always do: their size must not follow the draws."""
+        if self.worth is None:
+            return jobs
+        reached = sum(job.growth.reached(job.expansion.beam) for job in jobs if job.noise is None)
+        return jobs if self.worth.ask(level, reached) else [job for job in jobs if job.noise is not None]
+
+    def _prepare(self, place: int, request: DraftRequest) -> Job | None:
         """The request's job with pages for its worst case, or None when it cannot be drafted for now."""
         context = self._contexts.get(request.request_id)
         if context is None or context.given_up or request.max_nodes < 1 or request.max_depth < 1:
@@ -193,21 +182,21 @@ class SsmDrafter:
             return None
         seed = request.params.seed if request.params.seed is not None else request.request_id
         noise = DraftNoise(seed, context.next_position) if drawn else None
-        return _Job(place, request, context, Growth(request.last_token, self.name), expansion, noise)
+        return Job(place, request, context, Growth(request.last_token, self.name), expansion, noise)
 
-    def _give_up(self, context: _Context) -> None:
+    def _give_up(self, context: Context) -> None:
         self.counts["skipped_out_of_positions"] += 1
         context.given_up = True
         context.restart(0)
         self._pool.release(context.pages)
 
-    def _catch_up(self, jobs: Sequence[_Job]) -> None:
+    def _catch_up(self, jobs: Sequence[Job]) -> None:
         """Feed all pending tokens in steps of at most max_rows; the last row of each request makes its first level."""
         waiting = list(jobs)
         while waiting:
             left = self._executor.max_rows
             groups: list[RowGroup] = []
-            done: list[tuple[_Job, int]] = []  # finished jobs and their last row in this step
+            done: list[tuple[Job, int]] = []  # finished jobs and their last row in this step
             rows = 0
             for job in waiting:
                 take = min(len(job.context.pending), left)
@@ -226,7 +215,7 @@ class SsmDrafter:
                 self._add_children([(job, 0) for job, _ in done], logits_LV, 0)
             waiting = [job for job in waiting if job.context.pending]
 
-    def _pending_rows(self, context: _Context, take: int, final: bool) -> RowGroup:
+    def _pending_rows(self, context: Context, take: int, final: bool) -> RowGroup:
         """Move ``take`` pending tokens into the cache."""
         first = context.next_position - len(context.pending)
         tokens, features = context.pending[:take], context.features[:take]
@@ -239,10 +228,10 @@ class SsmDrafter:
         context.last = (tokens[-1], features[-1] if features else None)
         return group
 
-    def _extend(self, jobs: Sequence[_Job], level: int) -> None:
+    def _extend(self, jobs: Sequence[Job], level: int) -> None:
         """Feed the chosen nodes of the newest level of every job, and add their children."""
         left = self._executor.max_rows
-        batch: list[tuple[_Job, list[int], list[int]]] = []  # job, rows to feed, nodes to extend
+        batch: list[tuple[Job, list[int], list[int]]] = []  # job, rows to feed, nodes to extend
         for job in jobs:
             chosen = job.growth.begin_level(job.expansion.beam)
             if not chosen:
@@ -256,11 +245,11 @@ class SsmDrafter:
         if batch:
             self._step_level(batch, level)
 
-    def _step_level(self, batch: Sequence[tuple[_Job, list[int], list[int]]], level: int) -> None:
+    def _step_level(self, batch: Sequence[tuple[Job, list[int], list[int]]], level: int) -> None:
         groups = [self._draft_rows(job, rows, chosen) for job, rows, chosen in batch]
         logits_LV, features_TE = self._run(groups)
         first = 0
-        extended: list[tuple[_Job, int]] = []
+        extended: list[tuple[Job, int]] = []
         for job, rows, chosen in batch:
             for j in range(len(rows) - len(chosen), len(rows)):
                 if features_TE is not None:
@@ -270,7 +259,7 @@ class SsmDrafter:
             first += len(rows)
         self._add_children(extended, logits_LV, level)
 
-    def _draft_rows(self, job: _Job, rows: list[int], chosen: list[int]) -> RowGroup:
+    def _draft_rows(self, job: Job, rows: list[int], chosen: list[int]) -> RowGroup:
         growth, context = job.growth, job.context
         root_position = context.next_position - 1
         return RowGroup(
@@ -292,10 +281,10 @@ class SsmDrafter:
         assert not self.reads_features or result.features_TE is not None, "a fused-state SSM puts its states out"
         return result.logits_LV, result.features_TE if self.reads_features else None
 
-    def _add_children(self, nodes: Sequence[tuple[_Job, int]], logits_LV: NDArray[np.float32], level: int) -> None:
+    def _add_children(self, nodes: Sequence[tuple[Job, int]], logits_LV: NDArray[np.float32], level: int) -> None:
         """Children of each (job, node), whose logits are the rows of ``logits_LV``."""
         most = max(job.expansion.children[level] for job, _ in nodes)
-        index_LK, chance_LK = top_successors(logits_LV, most)
+        index_LK, chance_LK = self._executor.top_successors(logits_LV, min(most, logits_LV.shape[1]))
         tokens_LK = self._keep_ids[index_LK]
         for (job, node), tokens, chances, logits_V in zip(
             nodes, tokens_LK.tolist(), chance_LK.tolist(), logits_LV, strict=True
@@ -314,7 +303,7 @@ class SsmDrafter:
                 self._draw_child(job, job.noise, node, tokens[:certain], logits_V)
 
     def _draw_child(
-        self, job: _Job, noise: DraftNoise, node: int, kept: list[int], logits_V: NDArray[np.float32]
+        self, job: Job, noise: DraftNoise, node: int, kept: list[int], logits_V: NDArray[np.float32]
     ) -> None:
         """One child drawn from the SSM's law beside the ``kept`` ones; its claim is the mass that law leaves it."""
         law_V = np.zeros(self._vocab_size, np.float64)

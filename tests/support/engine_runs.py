@@ -20,6 +20,7 @@ from flexspec.runtime.engine import Engine
 from flexspec.runtime.observer import Observer
 from flexspec.runtime.scheduler import Limits
 from flexspec.runtime.step import Executor, StepBatch, StepResult
+from flexspec.runtime.top_successors import top_successors
 from flexspec.sampling import SamplingParams
 
 
@@ -126,6 +127,9 @@ class Failing:
             self.fault()
         self.steps += 1
         return self.inner.step(batch, want_logits=want_logits, want_features=want_features)
+
+    def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        return top_successors(logits_LV, k)
 
     def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
         self.inner.move_kv(src_slots, dst_slots)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.runtime.step import PAGE_TOKENS, StepBatch, StepResult
+from flexspec.runtime.top_successors import top_successors
 
 FEATURE_SIZE = 4
 Path = tuple[int, ...]
@@ -137,6 +138,9 @@ class TableSsm:
 
     def _slot(self, batch: StepBatch, r: int, logical: int) -> int:
         return int(batch.page_table_RB[r, logical // PAGE_TOKENS]) * PAGE_TOKENS + logical % PAGE_TOKENS
+
+    def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        return top_successors(logits_LV, k)
 
     def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
         raise AssertionError("committed tokens are fed again; nothing is moved")

@@ -5,6 +5,7 @@
 // node along its ancestors into position order. A row therefore gives the same bits as a tree node, as a plain decode
 // step or inside a prompt chunk: that is what makes speculation on == off exact, not only close.
 #pragma once
+#include "attention_amx.h"
 #include "kv.h"
 
 namespace fs {
@@ -20,19 +21,21 @@ struct Attention {
 
   struct Scratch {  // views into the thread's block
     E* q;           // [16, QC] scaled by nothing; padded dims are zero
-    float* s;       // [16, span] scores
-    E* p;           // [16, span] probabilities
+    float* s;       // [16, lds] scores
+    E* p;           // [16, ldp] probabilities
     float* o;       // [16, OC]
-    E *k, *v;       // tail blocks of one node in position order
-    int* held;      // which node's key or value each tail position holds
-    int span;
+    E* a;           // [16, 32] probabilities of one node; zero between uses
+    E* v;           // tail blocks of one node's values in position order
+    int* held;      // which node's value each tail position holds
+    int lds, ldp;   // set for each tile, so that short contexts stay in the first cache level
   };
-  static int span(int max_positions) { return round_up(max_positions, kPage) + kPage; }
+  // Slots of a tree's rows may lie behind the last position, by fewer than max_rows.
+  static size_t span(int max_positions, int max_rows) { return round_up(max_positions + max_rows, kPage) + 2 * kPage; }
   static int tail_blocks(int max_rows) { return max_rows / kPage + 2; }
   static size_t scratch_bytes(int max_positions, int max_rows) {
-    size_t n = span(max_positions), tails = tail_blocks(max_rows);
-    return 16 * QC * sizeof(E) + 16 * n * (4 + sizeof(E)) + 16 * OC * 4 +
-           tails * (Kv::head_elems * sizeof(E) + kPage * sizeof(int)) + 9 * 64;
+    size_t n = span(max_positions, max_rows), tails = tail_blocks(max_rows);
+    return 16 * QC * sizeof(E) + 16 * n * (4 + sizeof(E)) + 16 * OC * 4 + 16 * kPage * sizeof(E) +
+           tails * (Kv::v_elems * sizeof(E) + kPage * sizeof(int)) + 9 * 64;
   }
   static Scratch carve(char* p, int max_positions, int max_rows) {
     auto take = [&](size_t bytes) {
@@ -40,15 +43,16 @@ struct Attention {
       p += (bytes + 63) / 64 * 64;
       return at;
     };
+    const size_t n = span(max_positions, max_rows), tails = tail_blocks(max_rows);
     Scratch w;
-    w.span = span(max_positions);
     w.q = (E*)take(16 * QC * sizeof(E));
-    w.s = (float*)take(size_t(16) * w.span * 4);
-    w.p = (E*)take(size_t(16) * w.span * sizeof(E));
+    w.s = (float*)take(16 * n * 4);
+    w.p = (E*)take(16 * n * sizeof(E));
     w.o = (float*)take(16 * OC * 4);
-    w.k = (E*)take(size_t(tail_blocks(max_rows)) * Kv::k_elems * sizeof(E));
-    w.v = (E*)take(size_t(tail_blocks(max_rows)) * Kv::v_elems * sizeof(E));
-    w.held = (int*)take(size_t(tail_blocks(max_rows)) * kPage * sizeof(int));
+    w.a = (E*)take(16 * kPage * sizeof(E));
+    w.v = (E*)take(tails * Kv::v_elems * sizeof(E));
+    w.held = (int*)take(tails * kPage * sizeof(int));
+    std::memset(w.a, 0, 16 * kPage * sizeof(E));
     return w;
   }
 
@@ -97,10 +101,18 @@ struct Attention {
     return s.contexts[r] + depth;
   }
 
+  // Rows of one tile: `tokens` rows of the step from t0 on, each with `heads` query heads of kv head g.
+  struct Tile {
+    int r, t0, tokens, heads, g;
+    int at[16];   // position of each token
+    int shared;   // blocks that hold the same keys in the same lanes for every row
+    int rows() const { return tokens * heads; }
+  };
+
   void tile(Scratch& w, int r, int t0, int tokens, int g, int head0, int heads) const {
-    int at[16], last = 0;
-    for (int j = 0; j < tokens; j++) at[j] = position(r, t0 + j), last = at[j] > last ? at[j] : last;
-    const int rows = tokens * heads;
+    Tile t{r, t0, tokens, heads, g, {}, 0};
+    int last = 0;
+    for (int j = 0; j < tokens; j++) t.at[j] = position(r, t0 + j), last = t.at[j] > last ? t.at[j] : last;
     for (int j = 0; j < tokens; j++)
       for (int h = 0; h < heads; h++) {
         const float* in = q.row(t0 + j) + (head0 + h) * D;
@@ -109,16 +121,17 @@ struct Attention {
         for (; d + 16 <= D; d += 16) Elem<E>::put(to + d, load<vf>(in + d));
         for (; d < QC; d++) Elem<E>::put_one(to + d, d < D ? in[d] : 0.0f);
       }
-    // Blocks below `shared` hold the same keys for every row; a chain needs no others.
-    const int shared = s.causal[r] ? last / kPage + 1 : s.contexts[r] / kPage;
-    scores(w, r, rows, g, shared);
-    if (!s.causal[r]) tail(w, r, t0, tokens, heads, g, at, shared, true);
+    const int blocks = last / kPage + 1, context = s.contexts[r];
+    const int slots = s.causal[r] ? last + 1 : context + t0 + tokens - s.starts[r];  // a node's ancestors precede it
+    const int written = (slots - 1) / kPage + 1;  // at least `blocks`: the d-th node of a path has slot d or a later one
+    t.shared = s.causal[r] ? blocks : context / kPage;
+    w.lds = written * kPage + 16, w.ldp = written * kPage + 32;  // odd numbers of cache lines
+    scores(w, t, written);
+    if (!s.causal[r]) to_positions(w, t);
     float inv[16];
-    const int blocks = last / kPage + 1;
-    for (int j = 0; j < rows; j++) inv[j] = softmax(w, j, at[j / heads] + 1, blocks);
-    values(w, r, rows, g, shared);
-    if (!s.causal[r]) tail(w, r, t0, tokens, heads, g, at, shared, false);
-    for (int j = 0; j < rows; j++) {
+    for (int j = 0; j < t.rows(); j++) inv[j] = softmax(w.s + j * w.lds, w.p + j * w.ldp, t.at[j / heads] + 1, blocks);
+    values(w, t);
+    for (int j = 0; j < t.rows(); j++) {
       E* to = out.row(t0 + j / heads) + (head0 + j % heads) * D;
       int d = 0;
       for (; d + 16 <= D; d += 16) Elem<E>::put(to + d, load<vf>(w.o + j * OC + d) * inv[j]);
@@ -126,43 +139,43 @@ struct Attention {
     }
   }
 
-  void scores(Scratch& w, int r, int rows, int g, int blocks) const {
+  // All rows against all slots. A score depends on its query and key alone, so slot order does for trees as well.
+  void scores(Scratch& w, const Tile& t, int blocks) const {
+#if FS_AMX
+    if constexpr (sizeof(E) == 2 && Kv::DK <= 4) {
+      auto keys_of = [&](int b) { return Kv::keys(layer, page(t.r, b), t.g); };
+      return amx_scores<Kv>(w.q, t.rows(), keys_of, blocks, w.s, w.lds);
+    }
+#endif
     for (int b = 0; b < blocks; b++) {
-      const E* keys = Kv::keys(layer, page(r, b), g);
+      const E* keys = Kv::keys(layer, page(t.r, b), t.g);
       auto tile_at = [&](int kb, int half) { return Kv::key_tile(keys, half, kb); };
-      TileProduct<E>::template run<2>(w.q, QC, rows, tile_at, Kv::DK, w.s + b * kPage, w.span, true);
+      TileProduct<E>::template run<2>(w.q, QC, t.rows(), tile_at, Kv::DK, w.s + b * kPage, w.lds, true);
     }
   }
 
-  void values(Scratch& w, int r, int rows, int g, int blocks) const {
-    auto base = [&](int b) { return Kv::values(layer, page(r, b), g); };
-    product(w.p, w.span, rows, base, blocks, w.o, true);
-  }
-
-  // o[rows, OC] (+)= p[rows, 32*blocks] * V, in groups of four column blocks.
-  template <class Base>
-  void product(const E* p, int ldp, int rows, const Base& base, int blocks, float* o, bool init) const {
-    constexpr int full = Kv::DN / 4 * 4;
-    for (int n0 = 0; n0 < full; n0 += 4) {
-      auto tile_at = [&](int b, int n) { return base(b) + size_t(n0 + n) * kTileElems; };
-      TileProduct<E>::template run<4>(p, ldp, rows, tile_at, blocks, o + n0 * 16, OC, init);
-    }
-    if constexpr (Kv::DN % 4 != 0) {
-      auto tile_at = [&](int b, int n) { return base(b) + size_t(full + n) * kTileElems; };
-      TileProduct<E>::template run<Kv::DN % 4>(p, ldp, rows, tile_at, blocks, o + full * 16, OC, init);
+  // A tree row's scores from slot order to position order: its d-th ancestor has slot d or a later one, so in place.
+  void to_positions(Scratch& w, const Tile& t) const {
+    for (int j = 0; j < t.tokens; j++) {
+      const uint64_t* bits = s.ancestors + size_t(t.t0 + j) * s.W;
+      float* row = w.s + size_t(j) * t.heads * w.lds + s.contexts[t.r];
+      int depth = 0;
+      for (int word = 0; word < s.W; word++)
+        for (uint64_t left = bits[word]; left; left &= left - 1, depth++) {
+          const int node = word * 64 + __builtin_ctzll(left);
+          if (node != depth)
+            for (int h = 0; h < t.heads; h++) row[h * w.lds + depth] = row[h * w.lds + node];
+        }
     }
   }
 
   // Softmax over the first n of 32*blocks scores; returns 1 / sum. Lanes beyond n get probability zero.
-  float softmax(Scratch& w, int j, int n, int blocks) const {
-    float* row = w.s + size_t(j) * w.span;
-    E* p = w.p + size_t(j) * w.span;
+  float softmax(float* row, E* p, int n, int blocks) const {
     const int end = blocks * kPage;
-    for (int i = n; i < end; i++) row[i] = -__builtin_inff();
-    vf m = splat(-__builtin_inff());
-    for (int i = 0; i < end; i += 16) m = vmax(m, load<vf>(row + i));
+    for (int i = n; i < end; i++) row[i] = kMasked;
+    vf m = load<vf>(row), sum = {};
+    for (int i = 16; i < end; i += 16) m = vmax(m, load<vf>(row + i));
     const float top = hmax(m) * scale;
-    vf sum = {};
     for (int i = 0; i < end; i += 16) {
       vf e = Elem<E>::softmax_exp(load<vf>(row + i), scale, top);
       sum = sum + e;
@@ -171,42 +184,79 @@ struct Attention {
     return 1.0f / hsum(sum);
   }
 
-  // The blocks that hold tree positions, node by node: the page's prefix part once, then the node's ancestors in depth
-  // order. `for_scores`: keys into w.s; else values into w.o, going on from the shared blocks' accumulators.
-  void tail(Scratch& w, int r, int t0, int tokens, int heads, int g, const int* at, int shared, bool for_scores) const {
-    const int context = s.contexts[r], first = shared * kPage;
-    const E* source;
-    if (context > first) {
-      source = for_scores ? Kv::keys(layer, page(r, shared), g) : Kv::values(layer, page(r, shared), g);
-      std::memcpy(for_scores ? w.k : w.v, source, (for_scores ? Kv::k_elems : Kv::v_elems) * sizeof(E));
-    }
-    for (int i = 0; i < tail_blocks(c.max_rows) * kPage; i++) w.held[i] = -1;
-    for (int j = 0; j < tokens; j++) {
-      const uint64_t* bits = s.ancestors + size_t(t0 + j) * s.W;
-      int offset = context - first;
-      for (int word = 0; word < s.W; word++)
-        for (uint64_t left = bits[word]; left; left &= left - 1, offset++) {
-          int node = word * 64 + __builtin_ctzll(left);
-          if (w.held[offset] == node) continue;  // left there by the node before: paths share their beginning
-          w.held[offset] = node;
-          int from = slot(r, context + node);
-          if (for_scores)
-            Kv::copy_key(Kv::keys(layer, from / kPage, g), from % kPage, w.k + offset / kPage * Kv::k_elems, offset % kPage);
-          else
-            Kv::copy_value(Kv::values(layer, from / kPage, g), from % kPage, w.v + offset / kPage * Kv::v_elems, offset % kPage);
+  void values(Scratch& w, const Tile& t) const {
+    constexpr int full = Kv::DN / 4 * 4;
+    for (int n0 = 0; n0 < full; n0 += 4) value_columns<4>(w, t, n0);
+    if constexpr (Kv::DN % 4 != 0) value_columns<Kv::DN % 4>(w, t, full);
+  }
+
+  // o[rows, 16*NB] = p V for NB column blocks from n0 on: the shared blocks for all rows at once, then a tree's tail node
+  // by node, each going on from the accumulators of its rows.
+  template <int NB>
+  void value_columns(Scratch& w, const Tile& t, int n0) const {
+    const int first = t.shared * kPage, nodes = s.causal[t.r] ? 0 : t.tokens;
+    auto base = [&](int b) { return Kv::values(layer, page(t.r, b), t.g) + size_t(n0) * kTileElems; };
+    auto tail = [&](int b) { return w.v + size_t(b) * Kv::v_elems + size_t(n0) * kTileElems; };
+    if (nodes) begin_tail(w, t, n0, NB);
+#if FS_AMX
+    if constexpr (sizeof(E) == 2) {
+      amx_config(t.rows());
+      amx_zero<NB>();
+      for (int b = 0; b < t.shared; b++) amx_accumulate<NB>(w.p + b * kPage, w.ldp, base(b));
+      for (int j = 0; j < nodes; j++) {
+        gather(w, t, j, n0, NB);
+        E* rows = w.a + j * t.heads * kPage;  // all other rows of `a` are zero, so their accumulators stay as they are
+        for (int b = 0; b <= t.at[j] / kPage - t.shared; b++) {
+          for (int h = 0; h < t.heads; h++)
+            std::memcpy(rows + h * kPage, w.p + (j * t.heads + h) * w.ldp + first + b * kPage, kPage * sizeof(E));
+          amx_accumulate<NB>(w.a, kPage, tail(b));
         }
-      const int blocks = at[j] / kPage - shared + 1, row = j * heads;
-      if (for_scores) {
-        for (int b = 0; b < blocks; b++) {
-          auto tile_at = [&](int kb, int half) { return Kv::key_tile(w.k + b * Kv::k_elems, half, kb); };
-          TileProduct<E>::template run<2>(w.q + row * QC, QC, heads, tile_at, Kv::DK,
-                                          w.s + size_t(row) * w.span + first + b * kPage, w.span, true);
-        }
-      } else {
-        auto base = [&](int b) { return w.v + b * Kv::v_elems; };
-        product(w.p + size_t(row) * w.span + first, w.span, heads, base, blocks, w.o + row * OC, shared == 0);
+        std::memset(rows, 0, t.heads * kPage * sizeof(E));
       }
+      amx_store<NB>(w.o + n0 * 16, OC);
+      return;
     }
+#endif
+    auto shared_at = [&](int b, int n) { return base(b) + n * kTileElems; };
+    TileProduct<E>::template run<NB>(w.p, w.ldp, t.rows(), shared_at, t.shared, w.o + n0 * 16, OC, true);
+    for (int j = 0; j < nodes; j++) {
+      gather(w, t, j, n0, NB);
+      const int row = j * t.heads;
+      auto tail_at = [&](int b, int n) { return tail(b) + n * kTileElems; };
+      TileProduct<E>::template run<NB>(w.p + row * w.ldp + first, w.ldp, t.heads, tail_at, t.at[j] / kPage - t.shared + 1,
+                                       w.o + row * OC + n0 * 16, OC, false);
+    }
+  }
+
+  // The tail holds the values at positions behind the shared blocks: first what the last shared page has of the context.
+  void begin_tail(Scratch& w, const Tile& t, int n0, int count) const {
+    int last = 0;
+    for (int j = 0; j < t.tokens; j++) last = t.at[j] > last ? t.at[j] : last;
+    const size_t from = size_t(n0) * kTileElems, bytes = size_t(count) * kTileElems * sizeof(E);
+    for (int b = 0; b <= last / kPage - t.shared; b++) {
+      E* to = w.v + size_t(b) * Kv::v_elems + from;
+      if (b == 0 && s.contexts[t.r] % kPage)
+        std::memcpy(to, Kv::values(layer, page(t.r, t.shared), t.g) + from, bytes);
+      else
+        std::memset(to, 0, bytes);
+      for (int i = 0; i < kPage; i++) w.held[b * kPage + i] = -1;
+    }
+  }
+
+  // Values of node j's path to their positions; what the node before left there is kept: paths share their beginning.
+  void gather(Scratch& w, const Tile& t, int j, int n0, int count) const {
+    const uint64_t* bits = s.ancestors + size_t(t.t0 + j) * s.W;
+    const int context = s.contexts[t.r];
+    int offset = context - t.shared * kPage;
+    for (int word = 0; word < s.W; word++)
+      for (uint64_t left = bits[word]; left; left &= left - 1, offset++) {
+        const int node = word * 64 + __builtin_ctzll(left);
+        if (w.held[offset] == node) continue;
+        w.held[offset] = node;
+        const int from = slot(t.r, context + node);
+        Kv::copy_value(Kv::values(layer, from / kPage, t.g), from % kPage, w.v + offset / kPage * Kv::v_elems,
+                       offset % kPage, n0, n0 + count);
+      }
   }
 };
 

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "rowwise.h"
+#include "top.h"
 
 namespace fs {
 
@@ -41,7 +42,7 @@ Ctx* create(const void* const* weights, int threads, int max_rows, int pages, in
 
 #define FS_ENTRY(P)                                                                                                  \
   extern "C" {                                                                                                       \
-  int fs_abi() { return 1; }                                                                                         \
+  int fs_abi() { return 2; }                                                                                         \
   void* fs_create(const void* const* w, int threads, int max_rows, int pages, int max_positions) {                   \
     return fs::create<P>(w, threads, max_rows, pages, max_positions);                                                \
   }                                                                                                                  \
@@ -51,6 +52,9 @@ Ctx* create(const void* const* weights, int threads, int max_rows, int pages, in
     if (s->T > ctx.max_rows || s->L > ctx.max_rows) return -1;                                                       \
     ctx.team.run([&](int tid) { P::run(ctx, *s, tid); });                                                            \
     return 0;                                                                                                        \
+  }                                                                                                                  \
+  void fs_top_successors(int rows, int V, const float* logits, int k, int32_t* index, float* chance) {               \
+    fs::top_successors(rows, V, logits, k, index, chance);                                                           \
   }                                                                                                                  \
   void fs_move_kv(void* c, int n, const int32_t* src, const int32_t* dst) {                                          \
     fs::Ctx& ctx = *static_cast<fs::Ctx*>(c);                                                                        \

@@ -52,9 +52,15 @@ inline void amx_panels(Rows<bf16> x, int T, const bf16* w, int pair_lo, int pair
         _tile_zero(3);
       }
       for (int k = 0; k < KB; k++, next += lines * 64) {
-        for (int q = 0; q < lines; q++) _mm_prefetch(next + q * 64, _MM_HINT_T1);
-        _tile_loadd(6, w0 + size_t(k) * kTileElems, 64);
-        _tile_loadd(7, w1 + size_t(k) * kTileElems, 64);
+        for (int q = 0; q < lines; q++)
+          if (passes == 1 || q % 8 == 7) _mm_prefetch(next + q * 64, _MM_HINT_T1);
+        if (passes == 1) {  // read once: weights need not push x out of the first cache level
+          _tile_stream_loadd(6, w0 + size_t(k) * kTileElems, 64);
+          _tile_stream_loadd(7, w1 + size_t(k) * kTileElems, 64);
+        } else {
+          _tile_loadd(6, w0 + size_t(k) * kTileElems, 64);
+          _tile_loadd(7, w1 + size_t(k) * kTileElems, 64);
+        }
         _tile_loadd(4, x0 + k * kTileK, x.ld * 2);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);

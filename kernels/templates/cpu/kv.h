@@ -52,7 +52,9 @@ struct KvLayout {
   static void put(E* layer, int slot, int g, const float* k, const float* v) {
     E *kk = keys(layer, slot / kPage, g), *vv = values(layer, slot / kPage, g);
     alignas(64) E packed[DK * kTileK] = {};
-    for (int d = 0; d < D; d++) Elem<E>::put_one(packed + d, k[d]);
+    int d = 0;
+    for (; d + 16 <= D; d += 16) Elem<E>::put(packed + d, load<vf>(k + d));
+    for (; d < D; d++) Elem<E>::put_one(packed + d, k[d]);
     const Lane* from = reinterpret_cast<const Lane*>(packed);
     Lane* to = key_lane(kk, slot % kPage);
     for (int row = 0; row < key_rows; row++) to[row * 16] = from[row];
@@ -65,8 +67,8 @@ struct KvLayout {
     Lane* b = key_lane(to, j);
     for (int row = 0; row < key_rows; row++) b[row * 16] = a[row * 16];
   }
-  static void copy_value(const E* from, int i, E* to, int j) {
-    for (int n = 0; n < DN; n++) put_value(to, j, n, get_value(from, i, n));
+  static void copy_value(const E* from, int i, E* to, int j, int n0 = 0, int n1 = DN) {
+    for (int n = n0; n < n1; n++) put_value(to, j, n, get_value(from, i, n));
   }
   // commit's gather: slot by slot in order, so overlapping moves to lower slots are safe.
   static void move(E* layer, int n, const int32_t* src, const int32_t* dst) {

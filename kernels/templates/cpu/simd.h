@@ -63,19 +63,25 @@ inline vf vmin(vf a, vf b) { return select(a < b, a, b); }
 #endif
 
 // Lane reductions with a fixed shape, so that a row's result never depends on how the row was reached.
+typedef float vf4 __attribute__((vector_size(16)));
+struct Quarters {
+  vf4 q[4];
+};
+inline Quarters quarters(vf v) {
+  Quarters a;
+  std::memcpy(&a, &v, sizeof(v));
+  return a;
+}
 inline float hsum(vf v) {
-  float a[16];
-  store(a, v);
-  for (int w = 8; w; w /= 2)
-    for (int i = 0; i < w; i++) a[i] += a[i + w];
-  return a[0];
+  Quarters a = quarters(v);
+  vf4 s = (a.q[0] + a.q[2]) + (a.q[1] + a.q[3]);
+  return (s[0] + s[2]) + (s[1] + s[3]);
 }
 inline float hmax(vf v) {
-  float a[16];
-  store(a, v);
-  float m = a[0];
-  for (int i = 1; i < 16; i++) m = a[i] > m ? a[i] : m;
-  return m;
+  Quarters a = quarters(v);
+  auto most = [](auto x, auto y) { return y > x ? y : x; };
+  vf4 m = most(most(a.q[0], a.q[2]), most(a.q[1], a.q[3]));
+  return most(most(m[0], m[2]), most(m[1], m[3]));
 }
 
 // 2^n * polynomial (Cephes coefficients) for x in [-87, 88], relative error below 2e-7.
@@ -99,18 +105,22 @@ inline vf fs_exp(vf x) {
   return select(x < -87.0f, splat(0.0f), e);
 }
 
-// 2^x for |x| < 126 with a relative error below 5e-6: enough for what is rounded to bfloat16 (2^-9) at once.
-inline vf exp2_coarse(vf x) {
-  vf shifted = x + 12582912.0f;
-  vi n = (vi)shifted - 0x4b400000;
-  vf f = x - (shifted - 12582912.0f);
+inline vf exp2_fraction(vf f) {  // 2^f for |f| <= 0.5
   vf p = splat(9.6760467e-3f);
   p = p * f + 5.5922119e-2f;
   p = p * f + 2.4022107e-1f;
   p = p * f + 6.9312102e-1f;
-  p = p * f + 1.0000001f;
-  return as_f((vu)((vi)p + (n << 23)));
+  return p * f + 1.0000001f;
 }
+// 2^x for |x| < 126 with a relative error below 5e-6: enough for what is rounded to bfloat16 (2^-9) at once.
+inline vf exp2_coarse(vf x) {
+  vf shifted = x + 12582912.0f;
+  vi n = (vi)shifted - 0x4b400000;
+  return as_f((vu)((vi)exp2_fraction(x - (shifted - 12582912.0f)) + (n << 23)));
+}
+
+// A score that no softmax sees: finite, so that no arithmetic on it makes a NaN.
+constexpr float kMasked = -1e30f;
 
 inline vf fs_tanh(vf x) {
   vf e = fs_exp(x * 2.0f);
@@ -144,6 +154,10 @@ struct Elem<bf16> {
   static void put(bf16* p, vf v) { store(p, to_bf16(v)); }
   static vf softmax_exp(vf x, float scale, float top) {
     vf y = x * (scale * 1.44269504f) - top * 1.44269504f;
+#if defined(__AVX512F__)  // the same polynomial; scalef underflows to zero by itself
+    vf n = (vf)_mm512_roundscale_ps((__m512)y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (vf)_mm512_scalef_ps((__m512)exp2_fraction(y - n), (__m512)n);
+#endif
     return select(y < -125.0f, splat(0.0f), exp2_coarse(vmax(y, splat(-125.0f))));
   }
   static vf sigmoid(vf x) { return 1.0f / (1.0f + exp2_coarse(vmin(vmax(x * -1.44269504f, splat(-125.0f)), splat(125.0f)))); }

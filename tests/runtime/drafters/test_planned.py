@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from table_ssm import TableSsm, logits_after
@@ -54,7 +58,9 @@ def answer(prompt: list[int], tokens: int) -> list[int]:
     return text
 
 
-def planned(text: str, step_cost: StepCost | None = None) -> PlannedDrafter:
+def planned(
+    text: str, step_cost: StepCost | None = None, clock: Callable[[], float] = time.perf_counter
+) -> PlannedDrafter:
     plan = DraftPlan.parse(text)
     table = build_table([([a, b], answer([a, b], 30)[2:]) for a in range(3) for b in range(3)])
     drafters: list[Drafter] = [
@@ -63,7 +69,7 @@ def planned(text: str, step_cost: StepCost | None = None) -> PlannedDrafter:
         SsmDrafter(TableSsm(VOCAB), plan.expansion, VOCAB, sampled=plan.sampled),
         SsmDrafter(OtherSsm(VOCAB), plan.expansion, VOCAB, name="ssm2"),
     ]
-    return PlannedDrafter(plan, drafters, step_cost)
+    return PlannedDrafter(plan, drafters, step_cost, clock)
 
 
 def serve(drafter: PlannedDrafter, prompts: dict[int, list[int]], tokens: int) -> tuple[dict[int, list[int]], int]:
@@ -162,3 +168,20 @@ def test_a_mixed_tree_passes_uncut() -> None:
     tree = drafter.propose([DraftRequest(1, 3, 64, 64, sampled)])[0]
     assert len(tree) == 7 and len(tree.laws) == 3
     assert len(drafter.propose([DraftRequest(1, 3, 5, 64, sampled)])[0]) == 3, "one level fits whole"
+
+
+def test_an_ssm_is_asked_where_its_step_is_cheap_against_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlannedDrafter, "_miss", lambda self, tree: 0.5)  # the other sources know this text too well
+
+    def steps(seconds_a_round: float) -> tuple[int, int]:
+        """Steps of the SSM and rounds, when every round seems to take so long."""
+        clock = itertools.count(0.0, seconds_a_round)
+        drafter = planned(
+            "budget:20/sources=suffix+ngram+ssm", StepCost.from_points([(1, 1.0), (64, 1.5)]), clock.__next__
+        )
+        _, rounds = serve(drafter, {1: [1, 2]}, 200)
+        return drafter.models[0].counts["steps"], rounds
+
+    dear, rounds = steps(1e9)
+    cheap, _ = steps(1e-12)
+    assert dear > rounds > 5 * cheap > 0

@@ -1,0 +1,89 @@
+"""Whether the next step of an SSM pays: measured, not assumed, and decided anew in every round.
+
+A model drafter adds tokens to a round and time to it. The chance that its next step brings anything is known before it
+runs: for the first level that the cheaper sources miss the next token, for a deeper one that the text goes through the
+nodes to be extended. Owns what such a chance has been worth in tokens lately, and what a step and a token cost in
+seconds; decides nothing but yes or no.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from flexspec.tree import TokenTree
+
+PROBE_EVERY = 32  # a level left out this often in a row is tried again: the text or the machine may have changed
+_DECAY = 0.98  # of a level's past per round in which it ran
+_PRIOR_CHANCE, _PRIOR_TOKENS = 4.0, 2.0  # what a level starts from: half a token per certain chance
+_SMOOTHING = 0.1
+
+
+class _Level:
+    """What one level of the SSM's tree costs and brings."""
+
+    __slots__ = ("chance", "chance_now", "seconds", "skipped", "tokens", "tokens_now")
+
+    def __init__(self) -> None:
+        self.chance, self.tokens = _PRIOR_CHANCE, _PRIOR_TOKENS
+        self.chance_now = self.tokens_now = 0.0  # of the round in flight
+        self.seconds = 0.0  # 0 = never run
+        self.skipped = 0
+
+
+class StepWorth:
+    """One SSM's. Feed it each round: ``begin_round``, ``ask`` and ``ran`` per level, ``accepted`` per verified tree."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._levels: list[_Level] = []
+        self._token_s = 0.0  # 0 = unknown
+
+    def begin_round(self, tokens: int, seconds: float | None) -> None:
+        """Close the round before: ``tokens`` it committed (all requests), in ``seconds`` (None: not comparable)."""
+        for level in self._levels:
+            if level.chance_now > 0.0:
+                level.chance = _DECAY * level.chance + level.chance_now
+                level.tokens = _DECAY * level.tokens + level.tokens_now
+            level.chance_now = level.tokens_now = 0.0
+        if seconds is not None and tokens > 0:
+            found = seconds / tokens
+            self._token_s += (_SMOOTHING if self._token_s else 1.0) * (found - self._token_s)
+
+    def ask(self, level: int, chance: float) -> bool:
+        """Whether a step for ``level`` (0 = children of the root) pays, whose nodes matter with ``chance``, summed."""
+        known = self._level(level)
+        pays = not (known.seconds and self._token_s) or self.gain(level, chance) * self._token_s >= known.seconds
+        known.skipped = 0 if pays else known.skipped + 1
+        if known.skipped >= PROBE_EVERY:
+            known.skipped, pays = 0, True
+        if pays:
+            known.chance_now += chance
+        return pays
+
+    def ran(self, level: int, seconds: float) -> None:
+        """A step that ``ask`` allowed took ``seconds``, its Python included."""
+        known = self._level(level)
+        known.seconds += (_SMOOTHING if known.seconds else 1.0) * (seconds - known.seconds)
+
+    def accepted(self, tree: TokenTree, nodes: Collection[int]) -> None:
+        """Credit each level with the accepted nodes that no other source had proposed."""
+        for node in nodes:
+            if tree.sources[node] == self._source:
+                self._level(_depth(tree, node) - 1).tokens_now += 1.0
+
+    def gain(self, level: int, chance: float) -> float:
+        """Tokens to be expected of a step of ``level``."""
+        known = self._level(level)
+        return known.tokens / known.chance * chance
+
+    def _level(self, level: int) -> _Level:
+        while len(self._levels) <= level:
+            self._levels.append(_Level())
+        return self._levels[level]
+
+
+def _depth(tree: TokenTree, node: int) -> int:
+    depth = 0
+    while node:
+        node, depth = tree.parents[node], depth + 1
+    return depth
