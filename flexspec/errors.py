@@ -38,6 +38,12 @@ class PassError(FlexspecError):
     code = "FS103"
 
 
+class PartitionError(FlexspecError):
+    """A graph cannot be cut into the stages and ranks that were asked for."""
+
+    code = "FS104"
+
+
 class ModelConfigError(FlexspecError):
     """A model configuration is incomplete, contradictory or not supported."""
 
@@ -128,3 +134,21 @@ class TuneError(FlexspecError):
     """Training or data generation of an SSM cannot go on."""
 
     code = "FS701"
+
+
+class MachineError(FlexspecError):
+    """A machine file is unreadable, incomplete, or holds values that no machine has."""
+
+    code = "FS801"
+
+
+class PlanError(FlexspecError):
+    """No plan fits the machine, or a plan file says something that cannot be run."""
+
+    code = "FS802"
+
+
+class ProfileError(FlexspecError):
+    """An acceptance profile is unreadable, incomplete or contradicts itself."""
+
+    code = "FS803"
