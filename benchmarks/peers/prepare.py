@@ -110,7 +110,7 @@ def encode_prompts(prompts: list[dict[str, Any]], model: LoadedModel, tokenizer:
     encoded = []
     for prompt in prompts:
         text = chat.render([{"role": "user", "content": prompt["turns"][0]}])
-        ids = tokenizer.encode(text, add_special=False)
+        ids = tokenizer.encode(text, add_special=True)
         encoded.append({"question_id": prompt["question_id"], "category": prompt["category"], "ids": ids})
     return encoded
 
