@@ -118,7 +118,7 @@ def _operation(ir: Any, ext: Any, dialect: Any, record: OpRecord) -> Any:
 
 def _results_of(record: OpRecord) -> tuple[int, int]:
     """Least and most results: as the layouts list them, and up to one an operand where those vary widely (groups)."""
-    least = max(len(layout.outputs) for layout in record.layouts)
+    least = max((len(layout.outputs) for layout in record.layouts), default=1)  # operators between ranks have none
     return least, record.arity[1] - 1 if record.arity[1] - record.arity[0] > 1 else least
 
 

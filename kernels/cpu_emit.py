@@ -56,6 +56,10 @@ def _kind(e: Emitter, place: Place) -> str:
 
 def embedding(e: Emitter, index: int, node: Node) -> None:
     ids, table = node.inputs
+    if node.attrs:
+        raise CompileError(
+            f"an embedding of a part of the vocabulary ({node.attrs})", "a whole table", "plan one rank a stage"
+        )
     if e.graph.inputs[0].name != ids:
         raise CompileError(f"embedding reads {ids}", "the step's ids_T", "feed token ids straight into embedding")
     out = e.allocate(node.outputs[0].name, elem=False)

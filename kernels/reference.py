@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 
-from flexspec.graph import Graph
+from flexspec.errors import GraphError
+from flexspec.graph import Graph, Node
 from flexspec.ops.record import record_of
 from flexspec.types import DType
 
@@ -21,17 +22,38 @@ TORCH_DTYPES = {
 }
 
 
-@torch.no_grad()
+Exchange = tuple[Node, Sequence[torch.Tensor]]  # a node where ranks meet, and this rank's operands
+Walk = Generator[Exchange, tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
+
+
 def run_graph(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The outputs of a graph by name. ``inputs`` has every graph input, of the graph's dtypes, on one device.
 
-    Inputs are not modified. Symbolic dims take whatever size the tensors have. A missing input is a KeyError.
+    Inputs are not modified. Symbolic dims take whatever size the tensors have. A missing input is a KeyError. Raises
+    GraphError for a graph that needs other ranks.
     """
+    walk = walk_graph(graph, inputs)
+    try:
+        node, _ = next(walk)
+    except StopIteration as done:
+        outputs: dict[str, torch.Tensor] = done.value
+        return outputs
+    raise GraphError(f"graph {graph.name} meets other ranks at a {node.op}", "a graph of one rank", "run all ranks")
+
+
+def walk_graph(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> Walk:
+    """As run_graph, one rank among several: stops at each exchange, and goes on with its results, which are sent in."""
     values = {value.name: inputs[value.name] for value in graph.inputs}
     last_use = {name: at for at, node in enumerate(graph.nodes) for name in node.inputs}
     kept = {*graph.outputs, *values}
     for at, node in enumerate(graph.nodes):
-        results = record_of(node).reference([values[name] for name in node.inputs], dict(node.attrs))
+        record = record_of(node)
+        operands = [values[name] for name in node.inputs]
+        if record.exchange:
+            results = yield node, operands
+        else:
+            with torch.no_grad():  # not around the yield: grad mode is the thread's, and other ranks share it
+                results = record.reference(operands, dict(node.attrs))
         values.update((value.name, result) for value, result in zip(node.outputs, results, strict=True))
         for name in {*node.inputs, *(value.name for value in node.outputs)} - kept:
             if last_use.get(name, at) <= at:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flexspec.errors import ToolchainError, WeightError
+from flexspec.errors import CompileError, ToolchainError, WeightError
 from flexspec.graph import Attr, Graph, Node
 from flexspec.kernels.reference import TORCH_DTYPES
 from flexspec.kernels.tree_attention import SPLIT_KEYS, StepTables, step_tables, tree_attention
@@ -201,6 +201,8 @@ def _instructions(graph: Graph, max_tree_tokens: int) -> tuple[_Instruction, ...
     program = []
     for at, node in enumerate(graph.nodes):
         record, attrs = record_of(node), dict(node.attrs)
+        if record.exchange:  # its reference wants the operands of all ranks
+            raise CompileError(f"graph {graph.name} meets other ranks at a {node.op}", "one rank", "plan one rank")
         scale = attrs.get("scale")
         names = {*node.inputs, *(value.name for value in node.outputs)} - kept
         dead = tuple(sorted(name for name in names if last.get(name, at) <= at))

@@ -134,7 +134,7 @@ ATTENTION = register(
         bytes=_bytes,
         layouts=(
             TpLayout("replicated", (None,), (None,)),
-            TpLayout("heads", (1, 1, 1, 2, 2, None), (1, 2, 2)),
+            TpLayout("heads", (1, 1, 1, 2, 2, None), (1, 2, 2), covers=((1, 2, 3, 4), (1, 2))),
         ),
         reference=_reference,
         kernel=KernelKey(cpu="attention", triton="tree_attention"),

@@ -20,7 +20,8 @@ def _lookup_shape(op: str, table: TensorType, index: TensorType, types: Sequence
 
 
 def _embedding_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
-    del attrs
+    first = attrs.get("first_row", 0)
+    require(isinstance(first, int) and first >= 0, "embedding", types, f"first_row from 0 up (found {first!r})")
     return _lookup_shape("embedding", types[1], types[0], types)
 
 
@@ -47,9 +48,14 @@ def _select_bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: 
 
 
 def _embedding(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
-    del attrs
     ids, table = inputs
-    return (table[ids.long()],)
+    first = attrs.get("first_row")
+    if first is None:
+        return (table[ids.long()],)
+    assert isinstance(first, int)
+    rows = ids.long() - first
+    held = (rows >= 0) & (rows < table.shape[0])
+    return (table[rows.clamp(0, table.shape[0] - 1)] * held[:, None].to(table.dtype),)
 
 
 def _select(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
@@ -61,17 +67,19 @@ def _select(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor,
 EMBEDDING = register(
     OpRecord(
         name="embedding",
-        doc="Rows of weight [V,E] by token id [T].",
+        doc="Rows of weight [V,E] by token id [T]; first_row: the weight holds ids from there on, others give zeros.",
         arity=(2, 2),
         shape=_embedding_shape,
         flops=_flops,
         bytes=_embedding_bytes,
         layouts=(
             TpLayout("replicated", (None, None), (None,)),
+            TpLayout("vocabulary", (None, 0), ("partial",), "all_reduce", first_attr="first_row"),
             TpLayout("hidden", (None, 1), (1,), "all_gather"),
         ),
         reference=_embedding,
         kernel=KernelKey(cpu="embedding"),
+        optional_attrs={"first_row": int},
     )
 )
 

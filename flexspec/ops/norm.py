@@ -38,12 +38,15 @@ def _reference(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tens
 RMS_NORM = register(
     OpRecord(
         name="rms_norm",
-        doc="x / sqrt(mean(x^2) + eps) * weight over the last dim; statistics in float32. Layout `heads` needs rank 3.",
+        doc="x / sqrt(mean(x^2) + eps) * weight over the last dim; statistics in float32.",
         arity=(2, 2),
         shape=_shape,
         flops=flops_per_element(4),
         bytes=io_bytes,
-        layouts=(TpLayout("replicated", (None, None), (None,)), TpLayout("heads", (1, None), (1,))),
+        layouts=(
+            TpLayout("replicated", (None, None), (None,)),
+            TpLayout("heads", (1, None), (1,), operand_dims=3),
+        ),
         reference=_reference,
         kernel=KernelKey(cpu="rms_norm"),
         attrs={"eps": float},

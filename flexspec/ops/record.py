@@ -3,8 +3,7 @@
 An operator family is one file in this folder; it builds records and registers them with :func:`register`. Verifier,
 builder, text form, MLIR dialect, executors and code generators read records instead of testing an operator's name. Two
 kinds of code do name operators: the passes, which rewrite them, and kernels/cpu_facts.py, where the tables of embedding
-and rope bound the ids and positions of a program. ``flops``, ``bytes`` and ``layouts`` are declared and tested here;
-nothing plans by them yet, since every plan has one rank.
+and rope bound the ids and positions of a program. compiler/partition.py cuts graphs by ``layouts``.
 """
 
 from __future__ import annotations
@@ -35,12 +34,28 @@ class TpLayout:
     ``inputs`` and ``outputs`` give, per operand, the dim index that is split over the TP axis, None for replicated, or
     "partial" for a partial sum; the last entry also stands for all further operands. ``collective`` is what makes the
     output whole again ("all_reduce", "all_gather", or None when consumers take it split).
+
+    All split dims of a layout are cut alike, in proportion to their sizes; ranks' shares differ and make up the whole,
+    except at the input and output positions in ``covers``: there a rank holds what its share of the others needs, and
+    ranks may hold the same (kv heads, where there are more ranks than kv heads). ``scaled_attrs`` are sizes that are
+    cut with the operands, ``first_attr`` is set to where a rank's share begins, and the layout is legal only where
+    operand 0 has ``operand_dims`` dims (None: any).
     """
 
     name: str
     inputs: tuple[int | str | None, ...]
     outputs: tuple[int | str | None, ...]
     collective: str | None = None
+    covers: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    scaled_attrs: tuple[str, ...] = ()
+    first_attr: str | None = None
+    operand_dims: int | None = None
+
+    def input_dim(self, position: int) -> int | str | None:
+        return self.inputs[min(position, len(self.inputs) - 1)]
+
+    def output_dim(self, position: int) -> int | str | None:
+        return self.outputs[min(position, len(self.outputs) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +75,10 @@ class KernelKey:
 
 @dataclass(frozen=True, slots=True)
 class OpRecord:
-    """One operator. ``shape`` raises GraphError with the operand types when they do not fit."""
+    """One operator. ``shape`` raises GraphError with the operand types when they do not fit.
+
+    ``exchange``: ranks meet here, and an executor hands the node to its transport (see ops/parallel.py).
+    """
 
     name: str
     doc: str
@@ -73,6 +91,7 @@ class OpRecord:
     kernel: KernelKey
     attrs: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
     optional_attrs: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
+    exchange: bool = False
 
 
 _RECORDS: dict[str, OpRecord] = {}

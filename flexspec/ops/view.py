@@ -54,7 +54,7 @@ def _merge(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, 
     return (inputs[0].flatten(1),)
 
 
-_LAYOUTS = (TpLayout("replicated", (None,), (None,)), TpLayout("heads", (1,), (1,)))
+_REPLICATED = TpLayout("replicated", (None,), (None,))
 
 SPLIT_HEADS = register(
     OpRecord(
@@ -64,7 +64,7 @@ SPLIT_HEADS = register(
         shape=_split_shape,
         flops=_no_cost,
         bytes=_no_cost,
-        layouts=_LAYOUTS,
+        layouts=(_REPLICATED, TpLayout("heads", (1,), (1,), scaled_attrs=("heads",))),
         reference=_split,
         kernel=KernelKey(cpu="view"),
         attrs={"heads": int},
@@ -79,7 +79,7 @@ MERGE_HEADS = register(
         shape=_merge_shape,
         flops=_no_cost,
         bytes=_no_cost,
-        layouts=_LAYOUTS,
+        layouts=(_REPLICATED, TpLayout("heads", (1,), (1,))),
         reference=_merge,
         kernel=KernelKey(cpu="view"),
     )

@@ -43,9 +43,10 @@ _STEP = {5: [0, 4, 6], 6: [20, 0], 7: [0, 1], 8: [[4, 2, 0], [1, 0, 0]], 9: [[1]
 CASES = [
     Case("add", ("f32[T,8]", "f32[T,8]")),
     Case("swiglu", ("f32[T,8]", "f32[T,8]")),
-    Case("rms_norm", ("f32[T,8]", "f32[8]"), {"eps": 1e-5}, layouts=("replicated",)),
+    Case("rms_norm", ("f32[T,8]", "f32[8]"), {"eps": 1e-5}),
     Case("rms_norm", ("f32[T,4,8]", "f32[8]"), {"eps": 1e-5}),
     Case("embedding", ("i32[T]", "f32[12,8]"), ints=_IDS),
+    Case("embedding", ("i32[T]", "f32[4,8]"), {"first_row": 3}, _IDS, layouts=("replicated", "hidden")),
     Case("select_rows", ("f32[T,8]", "i32[L]"), ints={1: [5, 0, 2]}),
     Case("split_heads", ("f32[T,32]",), {"heads": 4}),
     Case("merge_heads", ("f32[T,4,8]",)),
@@ -57,6 +58,12 @@ CASES = [
     Case("linear_add", ("f32[T,8]", "f32[8,8]", "f32[T,8]")),
     Case("linear_add", ("f32[T,8]", "f32[12,8]", "f32[T,12]", "f32[12]")),
     Case("rope", ("f32[T,4,8]", "i32[T]"), ROPE, {1: [0, 5, 6, 6, 7, 63]}),
+    Case("partition", ("f32[T,8]",), {"dim": 1, "first": 2, "end": 8}),
+    Case("combine", ("f32[T,8]",), {"dim": 1, "ranks": (3,), "sizes": (8,), "part": 0}),
+    Case("reduce", ("f32[T,8]",), {"ranks": (3,)}),
+    Case("replicate", ("f32[T,8]",), {"ranks": (3, 0), "root": 3, "dtype": "f32", "columns": (8,)}),
+    Case("send", ("f32[T,8]",), {"to": 1, "channel": 0}),
+    Case("recv", ("f32[T,8]",), {"source": 1, "channel": 0, "dtype": "f32", "columns": (8,)}),
     Case(
         "attention",
         ("f32[T,4,8]", "f32[T,2,8]", "f32[T,2,8]", "f32[P,32,2,8]", "f32[P,32,2,8]", "i32[R1]", "i32[R]", "i32[R]",
@@ -122,7 +129,7 @@ def test_linear_flops_are_two_per_weight_element_and_row() -> None:
 def _rank_operands(layout: TpLayout, inputs: list[torch.Tensor], rank: int, degree: int) -> list[torch.Tensor]:
     shares = []
     for i, x in enumerate(inputs):
-        dim = layout.inputs[min(i, len(layout.inputs) - 1)]
+        dim = layout.input_dim(i)
         if dim is None:
             shares.append(x)
         elif dim == "partial":  # any split into a sum will do; these terms are unequal
@@ -138,6 +145,7 @@ def _layout_cases() -> list[tuple[Case, TpLayout]]:
         for case in CASES
         for layout in record_of(case.op).layouts
         if not case.layouts or layout.name in case.layouts
+        if layout.operand_dims in (None, len(t(case.types[0]).dims))
     ]
 
 
@@ -150,12 +158,16 @@ def test_layouts_compute_the_whole(case: Case, layout: TpLayout) -> None:
     record = record_of(case.op)
     inputs = tensors(case)
     whole = record.reference(inputs, case.attrs)
-    attrs = dict(case.attrs)
-    if "heads" in attrs and layout.name == "heads":
-        attrs["heads"] = int(attrs["heads"]) // degree  # type: ignore[arg-type]
-    ranks = [record.reference(_rank_operands(layout, inputs, rank, degree), attrs) for rank in range(degree)]
+    ranks = []
+    for rank in range(degree):
+        attrs = dict(case.attrs)
+        attrs |= {key: int(attrs[key]) // degree for key in layout.scaled_attrs}  # type: ignore[arg-type]
+        operands = _rank_operands(layout, inputs, rank, degree)
+        if layout.first_attr is not None:
+            attrs[layout.first_attr] = rank * operands[1].shape[0]
+        ranks.append(record.reference(operands, attrs))
     for j, wanted in enumerate(whole):
-        dim = layout.outputs[min(j, len(layout.outputs) - 1)]
+        dim = layout.output_dim(j)
         parts = [outputs[j] for outputs in ranks]
         if dim is None:
             found = parts[0]
@@ -193,6 +205,26 @@ REFUSED = [
     ("rope", ("f32[T,4,8]", "i32[T]"), ROPE | {"kind": "dynamic"}),
     ("rope", ("f32[T,4,8]", "i32[T]"), ROPE | {"kind": "llama3"}),
     ("rope", ("f32[T,4,8]", "i32[T]"), ROPE | {"theta": 0.0}),
+    ("embedding", ("i32[T]", "f32[12,8]"), {"first_row": -1}),
+    ("partition", ("f32[T,8]",), {"dim": 1, "first": 4, "end": 9}),
+    ("partition", ("f32[T,8]",), {"dim": 1, "first": 4, "end": 4}),
+    ("partition", ("f32[T,8]",), {"dim": 0, "first": 0, "end": 1}),
+    ("partition", ("f32[T,8]",), {"dim": -1, "first": 0, "end": 1}),
+    ("combine", ("f32[T,8]",), {"dim": 1, "ranks": (0, 1), "sizes": (8, 7), "part": 1}),
+    ("combine", ("f32[T,8]",), {"dim": 1, "ranks": (0, 1), "sizes": (8,), "part": 0}),
+    ("combine", ("f32[T,8]",), {"dim": 1, "ranks": (0, 1), "sizes": (8, 7), "part": 2}),
+    ("combine", ("i32[T]",), {"dim": 0, "ranks": (0,), "sizes": (8,), "part": 0}),
+    ("reduce", ("f32[T,8]",), {"ranks": (1, 1)}),
+    ("reduce", ("f32[T,8]",), {"ranks": ()}),
+    ("reduce", ("i32[T]",), {"ranks": (0,)}),
+    ("replicate", ("f32[T,8]",), {"ranks": (0, 1), "root": 2, "dtype": "f32", "columns": (8,)}),
+    ("replicate", ("f32[T,8]",), {"ranks": (0, 1), "root": 0, "dtype": "f32", "columns": (4,)}),
+    ("send", ("f32[T,8]",), {"to": -1, "channel": 0}),
+    ("send", ("i32[T]",), {"to": 1, "channel": 0}),
+    ("recv", ("i32[T]",), {"source": 0, "channel": -1, "dtype": "f32", "columns": (8,)}),
+    ("recv", ("i32[T]",), {"source": 0, "channel": 0, "dtype": "u64", "columns": (8,)}),
+    ("recv", ("i32[T]",), {"source": 0, "channel": 0, "dtype": "f32", "columns": (0,)}),
+    ("recv", ("f32[T,4]",), {"source": 0, "channel": 0, "dtype": "f32", "columns": (8,)}),
 ]
 
 
@@ -213,12 +245,28 @@ def test_refusals_show_the_operand_types(op: str, types: tuple[str, ...], attrs:
     ],
 )  # fmt: skip
 def test_attention_refuses_each_operand(operand: int, bad: str) -> None:
-    case = CASES[-1]
+    case = next(case for case in CASES if case.op == "attention")
     types = [t(bad if i == operand else text) for i, text in enumerate(case.types)]
     with pytest.raises(GraphError, match="attention"):
         record_of("attention").shape(types, case.attrs)
     with pytest.raises(GraphError, match="mode one of"):
         record_of("attention").shape([t(text) for text in case.types], {"scale": 1.0, "mode": "decode"})
+
+
+def test_exchanges_of_a_group_by_their_references() -> None:
+    """A transport gives the operands of all ranks in the group's order; an arriving tensor only needs its rows here."""
+    a, b = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 5.0, 7.0]])
+    (joined,) = record_of("combine").reference([a, b], {"dim": 1, "ranks": (4, 2), "sizes": (2, 3), "part": 0})
+    assert joined.tolist() == [[1.0, 2.0, 3.0, 5.0, 7.0]]
+    half = torch.tensor([256.0], dtype=torch.bfloat16), torch.tensor([1.0], dtype=torch.bfloat16)
+    (total,) = record_of("reduce").reference([half[0], half[1], half[1]], {"ranks": (0, 1, 2)})
+    assert total.dtype == torch.bfloat16 and total.item() == 258.0  # 256 + 1 in bfloat16 would stay 256
+    attrs: dict[str, Attr] = {"ranks": (4, 2), "root": 2, "dtype": "f32", "columns": (2,)}
+    (copied,) = record_of("replicate").reference([torch.zeros(1, dtype=torch.int32), a], attrs)
+    assert torch.equal(copied, a)
+    for op in ("replicate", "recv"):
+        more: dict[str, Attr] = {"source": 0, "channel": 0} if op == "recv" else {}
+        assert record_of(op).shape([t("i32[L]")], attrs | more) == (t("f32[L,2]"),)
 
 
 def test_unknown_operator_names_the_nearest() -> None:

@@ -1,0 +1,245 @@
+"""What ranks do together: partition, combine, replicate, reduce (all-reduce), send and recv.
+
+Model files never call them; compiler/partition.py writes them. The reference of an exchange reads the operands of all
+ranks of its group, in the group's order, and gives what each of them then holds: a transport collects the operands and
+calls it, or does the same by messages. ``partition`` is local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flexspec.ops.checks import activation, require
+from flexspec.ops.elementwise import flops_per_element
+from flexspec.ops.record import Attrs, KernelKey, OpRecord, io_bytes, register
+from flexspec.types import DType, Role, TensorType
+
+if TYPE_CHECKING:
+    import torch
+
+_EXCHANGE = KernelKey(cpu="exchange", triton="exchange")
+
+
+def _int(attrs: Attrs, key: str) -> int:
+    value = attrs[key]
+    assert isinstance(value, int)
+    return value
+
+
+def _ints(attrs: Attrs, key: str) -> tuple[int, ...]:
+    value = attrs[key]
+    assert isinstance(value, tuple)
+    return tuple(item if isinstance(item, int) else -1 for item in value)
+
+
+def _check_group(op: str, types: Sequence[TensorType], attrs: Attrs) -> tuple[int, ...]:
+    ranks = _ints(attrs, "ranks")
+    require(
+        len(ranks) > 0 and len(set(ranks)) == len(ranks) and min(ranks) >= 0,
+        op, types, f"ranks that differ, from 0 up (found ranks={list(ranks)})",
+    )  # fmt: skip
+    return ranks
+
+
+def _cut_dim(op: str, types: Sequence[TensorType], attrs: Attrs) -> int:
+    """The size of the dim that is cut."""
+    dim = _int(attrs, "dim")
+    size = types[0].dims[dim] if 0 <= dim < len(types[0].dims) else None
+    require(
+        types[0].dtype.is_float and isinstance(size, int), op, types,
+        f"a floating x with a fixed size along dim={dim}",
+    )  # fmt: skip
+    assert isinstance(size, int)
+    return size
+
+
+def _resized(x: TensorType, dim: int, size: int) -> tuple[TensorType]:
+    return (activation(x, (*x.dims[:dim], size, *x.dims[dim + 1 :])),)
+
+
+def _partition_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
+    size, first, end = _cut_dim("partition", types, attrs), _int(attrs, "first"), _int(attrs, "end")
+    require(0 <= first < end <= size, "partition", types, f"0 <= first={first} < end={end} <= {size}")
+    return _resized(types[0], _int(attrs, "dim"), end - first)
+
+
+def _combine_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
+    ranks, size = _check_group("combine", types, attrs), _cut_dim("combine", types, attrs)
+    sizes, part = _ints(attrs, "sizes"), _int(attrs, "part")
+    require(
+        len(sizes) == len(ranks) and min(sizes) > 0 and 0 <= part < len(ranks) and sizes[part] == size,
+        "combine", types, f"a size above 0 for each rank, that of part={part} being {size} (found {list(sizes)})",
+    )  # fmt: skip
+    return _resized(types[0], _int(attrs, "dim"), sum(sizes))
+
+
+def _reduce_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
+    _check_group("reduce", types, attrs)
+    require(types[0].dtype.is_float, "reduce", types, "a floating x")
+    return (activation(types[0], types[0].dims),)
+
+
+def _arriving(op: str, types: Sequence[TensorType], attrs: Attrs) -> TensorType:
+    """The type of a tensor that another rank may hold: its rows are those of the operand."""
+    columns, name = _ints(attrs, "columns"), attrs["dtype"]
+    dtype = next((dtype for dtype in DType if dtype.value == name), None)
+    require(dtype is not None and dtype.is_float, op, types, f"a floating dtype (found dtype={name!r})")
+    require(all(size > 0 for size in columns), op, types, f"columns above 0 (found {list(columns)})")
+    assert dtype is not None
+    arriving = TensorType(dtype, (types[0].dims[0], *columns), Role.ACTIVATION)
+    counts_rows = len(types[0].dims) == 1 and types[0].dtype is DType.I32
+    same = (types[0].dtype, types[0].dims) == (arriving.dtype, arriving.dims)
+    require(counts_rows or same, op, types, f"{arriving}, or i32 of as many rows where the tensor is not here yet")
+    return arriving
+
+
+def _replicate_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
+    ranks, root = _check_group("replicate", types, attrs), _int(attrs, "root")
+    require(root in ranks, "replicate", types, f"a root among ranks={list(ranks)} (found root={root})")
+    return (_arriving("replicate", types, attrs),)
+
+
+def _send_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
+    _check_peer("send", types, attrs, "to")
+    require(types[0].dtype.is_float, "send", types, "a floating x")
+    return (activation(types[0], types[0].dims),)
+
+
+def _recv_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
+    _check_peer("recv", types, attrs, "source")
+    return (_arriving("recv", types, attrs),)
+
+
+def _check_peer(op: str, types: Sequence[TensorType], attrs: Attrs, peer: str) -> None:
+    require(
+        _int(attrs, peer) >= 0 and _int(attrs, "channel") >= 0,
+        op, types, f"{peer} and channel from 0 up (found {peer}={attrs[peer]}, channel={attrs['channel']})",
+    )  # fmt: skip
+
+
+def _partition(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
+    first = _int(attrs, "first")
+    return (inputs[0].narrow(_int(attrs, "dim"), first, _int(attrs, "end") - first).contiguous(),)
+
+
+def _combine(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
+    import torch
+
+    return (torch.cat(list(inputs), _int(attrs, "dim")),)
+
+
+def _reduce(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
+    """The sum in rank order, in float32 or wider."""
+    import torch
+
+    del attrs
+    total = inputs[0].to(torch.promote_types(inputs[0].dtype, torch.float32))
+    for part in inputs[1:]:
+        total = total + part
+    return (total.to(inputs[0].dtype),)
+
+
+def _replicate(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
+    return (inputs[_ints(attrs, "ranks").index(_int(attrs, "root"))],)
+
+
+def _same(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
+    del attrs
+    return (inputs[0],)
+
+
+PARTITION = register(
+    OpRecord(
+        name="partition",
+        doc="A rank's share of a whole x: entries first to end (not included) along dim. Local.",
+        arity=(1, 1),
+        shape=_partition_shape,
+        flops=flops_per_element(1),
+        bytes=io_bytes,
+        layouts=(),
+        reference=_partition,
+        kernel=KernelKey(cpu="partition"),
+        attrs={"dim": int, "first": int, "end": int},
+    )
+)
+
+COMBINE = register(
+    OpRecord(
+        name="combine",
+        doc="The shares of all ranks joined along dim (all-gather); sizes by rank, this rank's being sizes[part].",
+        arity=(1, 1),
+        shape=_combine_shape,
+        flops=flops_per_element(1),
+        bytes=io_bytes,
+        layouts=(),
+        reference=_combine,
+        kernel=_EXCHANGE,
+        attrs={"dim": int, "ranks": tuple, "sizes": tuple, "part": int},
+        exchange=True,
+    )
+)
+
+REDUCE = register(
+    OpRecord(
+        name="reduce",
+        doc="The sum of all ranks' x, on each of them (all-reduce).",
+        arity=(1, 1),
+        shape=_reduce_shape,
+        flops=flops_per_element(1),
+        bytes=io_bytes,
+        layouts=(),
+        reference=_reduce,
+        kernel=_EXCHANGE,
+        attrs={"ranks": tuple},
+        exchange=True,
+    )
+)
+
+REPLICATE = register(
+    OpRecord(
+        name="replicate",
+        doc="The root's x on all ranks (broadcast); elsewhere the operand only tells the number of rows.",
+        arity=(1, 1),
+        shape=_replicate_shape,
+        flops=flops_per_element(1),
+        bytes=io_bytes,
+        layouts=(),
+        reference=_replicate,
+        kernel=_EXCHANGE,
+        attrs={"ranks": tuple, "root": int, "dtype": str, "columns": tuple},
+        exchange=True,
+    )
+)
+
+SEND = register(
+    OpRecord(
+        name="send",
+        doc="Give x to the rank `to`, which takes it with a recv of this channel; the result is x itself.",
+        arity=(1, 1),
+        shape=_send_shape,
+        flops=flops_per_element(1),
+        bytes=io_bytes,
+        layouts=(),
+        reference=_same,
+        kernel=_EXCHANGE,
+        attrs={"to": int, "channel": int},
+        exchange=True,
+    )
+)
+
+RECV = register(
+    OpRecord(
+        name="recv",
+        doc="What rank `source` sent on this channel: [rows of the operand, *columns]; the operand is a step input.",
+        arity=(1, 1),
+        shape=_recv_shape,
+        flops=flops_per_element(1),
+        bytes=io_bytes,
+        layouts=(),
+        reference=_same,
+        kernel=_EXCHANGE,
+        attrs={"source": int, "channel": int, "dtype": str, "columns": tuple},
+        exchange=True,
+    )
+)
