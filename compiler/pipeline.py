@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from flexspec.compiler.attention_modes import attention_modes
+from flexspec.compiler.check_ranks import check_ranks
 from flexspec.compiler.dead_values import dead_values
 from flexspec.compiler.fuse_projections import fuse_projections
 from flexspec.compiler.fuse_residual import fuse_residual
 from flexspec.compiler.fuse_swiglu import fuse_swiglu
+from flexspec.compiler.partition import RankPart, partition
+from flexspec.compiler.plan import Stage
 from flexspec.errors import GraphError, PassError
 from flexspec.graph import Graph
 from flexspec.text import print_graph
@@ -57,6 +60,26 @@ def run_passes(graph: Graph, passes: Sequence[Pass], dump_dir: Path | None = Non
                 f"this is a fault of the pass, please report it with --dump-ir output; {error.fix}",
             ) from error
     return graph
+
+
+def lower_ranks(
+    graph: Graph, stages: Sequence[Stage], passes: Sequence[Pass], dump_dir: Path | None = None
+) -> tuple[RankPart, ...]:
+    """The graph cut for every rank of the stages, each part then lowered by the passes.
+
+    With ``dump_dir`` the dumps of a rank stand in ``rankN`` there, ``00_input.fsg`` being its graph before the passes.
+    Raises PartitionError for stages that do not fit the graph, and what run_passes raises. That the parts still fit
+    together is checked at the end.
+    """
+    parts = []
+    for part in partition(graph, stages):
+        folder = dump_dir / f"rank{part.rank}" if dump_dir is not None else None
+        lowered = run_passes(part.graph, passes, folder)
+        read = {value.name for value in lowered.inputs}
+        weights = tuple(each for each in part.weights if each.name in read)
+        parts.append(replace(part, graph=lowered, weights=weights))
+    check_ranks(parts)
+    return tuple(parts)
 
 
 def _dump(graph: Graph, dump_dir: Path | None, number: int, name: str) -> None:

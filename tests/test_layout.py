@@ -35,7 +35,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "examples/*",
         "kernels/reference.py",
         "kernels/triton_*",
-        "runtime/reference_executor.py",
+        "runtime/reference_*",
         "runtime/triton_*",
         "runtime/tune/*",
     ),
