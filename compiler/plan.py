@@ -1,7 +1,7 @@
 """The parallel plan of an artifact: stages with their TP degree and ranks, where each SSM lives, the tree ladder.
 
 One rank is a plan with one stage of degree 1, not a path of its own. Owns the record and its JSON form; it neither
-searches nor runs.
+searches nor runs. What a search adds (devices, prediction, certificate) is optional, and absent from the file if empty.
 """
 
 from __future__ import annotations
@@ -28,12 +28,22 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``ssm_ranks[i]`` run SSM i. ``ladder``: (largest batch, draft plan) in ascending order; the last one is open."""
+    """``ssm_ranks[i]`` run SSM i. ``ladder``: (largest batch, draft plan) in ascending order; the last one is open.
+
+    ``devices[r]``: the machine's device of rank r (empty: rank r is device r). ``micro_batches``: how many are in
+    flight, a rung of the ladder (empty: one). ``predicted`` are figures of the cost model.
+    """
 
     stages: tuple[Stage, ...]
     ssm_ranks: tuple[tuple[int, ...], ...]
     ladder: tuple[tuple[int, str], ...]
     origin: str  # "default", "search", "hand"
+    devices: tuple[int, ...] = ()
+    micro_batches: tuple[int, ...] = ()
+    ssm_place: str = ""
+    machine: str = ""
+    predicted: tuple[tuple[str, float], ...] = ()
+    certificate: tuple[tuple[str, Any], ...] = ()
 
     def draft_for(self, batch: int) -> str:
         """The draft plan of a batch of this many requests."""
@@ -43,7 +53,14 @@ class Plan:
         return self.ladder[-1][1]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        body = asdict(self)
+        for name in ("predicted", "certificate"):
+            body[name] = dict(body[name])
+        return {name: value for name, value in body.items() if name in _REQUIRED or value}
+
+
+_REQUIRED = ("stages", "ssm_ranks", "ladder", "origin")
+_OPTIONAL = ("devices", "micro_batches", "ssm_place", "machine", "predicted", "certificate")
 
 
 def single_rank(blocks: int, ssms: int, draft: str) -> Plan:
@@ -59,11 +76,20 @@ def plan_from_json(body: Mapping[str, Any]) -> Plan:
             tuple(tuple(ranks) for ranks in body["ssm_ranks"]),
             tuple((int(batch), str(draft)) for batch, draft in body["ladder"]),
             str(body["origin"]),
+            tuple(int(device) for device in body.get("devices", ())),
+            tuple(int(count) for count in body.get("micro_batches", ())),
+            str(body.get("ssm_place", "")),
+            str(body.get("machine", "")),
+            tuple((str(name), float(value)) for name, value in sorted(body.get("predicted", {}).items())),
+            tuple(sorted(body.get("certificate", {}).items())),
         )
+        unknown = sorted(set(body) - {*_REQUIRED, *_OPTIONAL})
+        if unknown:
+            raise ValueError(f"unknown fields {', '.join(unknown)}")
         if not plan.stages or not plan.ladder:
             raise ValueError("no stages, or no ladder")
         return plan
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ArtifactError(
             f"plan.json does not hold a plan ({error})",
             "stages, ssm_ranks, ladder and origin",
