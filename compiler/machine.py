@@ -34,7 +34,7 @@ class Constant:
         return self.value * self.correction
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Device:
     """One device. ``measured``: per operator name, what an operator of some ideal time really takes (see cost.py)."""
 

@@ -1,0 +1,162 @@
+"""The objective: microseconds of a speculation round over the tokens it brings, for any plan.
+
+A round of a micro-batch is: SSM steps, the verify pass through all stages and hops, accepting on the host, the return
+of the accepted ids. With M micro-batches in flight a batch comes round every max(latency, M * bottleneck), where the
+bottleneck is the busiest stage, hop, SSM device or host. M = 1 is the plain latency.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flexspec.compiler.acceptance_profile import DraftEntry
+from flexspec.compiler.cost import broadcast_us, hop_us, unit_us
+from flexspec.compiler.machine import NodeKind
+from flexspec.compiler.problem import Problem, SsmPlace
+from flexspec.compiler.profile import ModelProfile, Sizes, step_sizes
+
+_ID_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A stage: ``blocks`` blocks on ``degree`` devices of machine kind ``kind``; ``new_node``: not that before it."""
+
+    kind: int
+    degree: int
+    blocks: int
+    new_node: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCost:
+    """Microseconds of one micro-batch's round; ``stages_us`` hold drafting where SSMs live with a stage."""
+
+    draft_us: float  # before the first stage; 0 where it is part of a stage
+    stages_us: tuple[float, ...]
+    hops_us: tuple[float, ...]
+    return_us: float
+    host_us: float
+    latency_us: float
+    bottleneck_us: float
+
+    def period_us(self, micro_batches: int) -> float:
+        return max(self.latency_us, micro_batches * self.bottleneck_us)
+
+
+class Prices:
+    """All prices of a round with one draft plan, one SSM place and ``requests`` requests in the micro-batch."""
+
+    def __init__(self, problem: Problem, place: SsmPlace, entry: DraftEntry, requests: int) -> None:
+        self.problem, self.place, self.entry, self.requests = problem, place, entry, requests
+        machine = problem.machine
+        self.rows = entry.rows(requests)
+        self.sizes = step_sizes(self.rows, requests, problem.context_tokens)
+        self.hidden_bytes = self.rows * problem.llm.hidden_bytes
+        self.host_us = machine.round_us.effective + requests * machine.request_us.effective
+        far = machine.network or machine.kinds[0].link
+        self.ids_us = far.transfer_us(self.rows * _ID_BYTES) if machine.devices > 1 else 0.0
+        name = place.name
+        self.each_us = 0.0  # what every stage does beside its blocks, in a full pipeline
+        self.own_us = 0.0  # drafting before the first stage
+        if name == "own":
+            self.own_us = self.draft_us(machine.kinds[place.kind], requests, together=False)
+        if name == "all":
+            share = -(-requests // machine.devices)
+            self.own_us = max(self.draft_us(kind, share, together=True) for kind in machine.kinds)
+            self.each_us = self.own_us
+        moved_us = self.ids_us if name in ("own", "all") and entry.levels else 0.0
+        self.fixed_us = self.own_us + moved_us + self.host_us
+        self.fixed_bottleneck_us = max(self.own_us, self.host_us)
+
+    def unit_us(self, kind: int, degree: int, unit: str) -> float:
+        """Time of the LLM's front, block or back on a stage."""
+        return _llm_unit_us(self.problem.llm, self.problem.kind(kind), degree, unit, tuple(self.sizes.items()))
+
+    def draft_us(self, kind: NodeKind, requests: int, *, together: bool) -> float:
+        """SSM steps for ``requests`` requests on one device; ``together``: all SSMs on it, one after the other."""
+        times = [ssm_us(ssm, kind, self.entry, requests, self.problem.context_tokens) for ssm in self.problem.ssms]
+        return sum(times) if together else max(times, default=0.0)
+
+    def stage_us(self, kind: int, degree: int, blocks: int, *, first: bool, last: bool) -> float:
+        """Time of a stage in a round, with the return of the ids from a last stage that is not the first."""
+        return blocks * self.unit_us(kind, degree, "block") + self.ends_us(kind, degree, first=first, last=last)
+
+    def ends_us(self, kind: int, degree: int, *, first: bool, last: bool) -> float:
+        """What a stage does beside its blocks: embedding, LM head, drafting, the step plan to its ranks, the return."""
+        node = self.problem.kind(kind)
+        total = 0.0
+        if first:
+            total += self.unit_us(kind, degree, "front") + broadcast_us(node.link, self.rows * _ID_BYTES, degree)
+        if last:
+            total += self.unit_us(kind, degree, "back") + (0.0 if first else self.ids_us)
+        if (self.place.name == "first" and first) or (self.place.name == "last" and last):
+            total += self.draft_us(node, self.requests, together=True)
+        return total
+
+    def hop_us(self, kind: int, source: int, target: int, *, new_node: bool) -> float:
+        """From a stage of ``source`` ranks to one of ``target`` on a node of ``kind``."""
+        inside = self.problem.kind(kind).link
+        between = self.problem.machine.network if new_node else inside
+        assert between is not None
+        return hop_us(between, inside, self.hidden_bytes, source, target, shared=new_node)
+
+
+def round_cost(prices: Prices, cuts: Sequence[Cut]) -> RoundCost:
+    """The round of a plan whose stages are ``cuts``."""
+    final = len(cuts) - 1
+    stages = tuple(
+        prices.stage_us(cut.kind, cut.degree, cut.blocks, first=i == 0, last=i == final) for i, cut in enumerate(cuts)
+    )
+    hops = tuple(
+        prices.hop_us(cut.kind, before.degree, cut.degree, new_node=cut.new_node)
+        for before, cut in zip(cuts, cuts[1:], strict=False)
+    )
+    latency = prices.fixed_us + sum(stages) + sum(hops)
+    busiest = max(stages) + prices.each_us
+    bottleneck = max(prices.fixed_bottleneck_us, busiest, *hops) if hops else max(prices.fixed_bottleneck_us, busiest)
+    returned = prices.ids_us if len(cuts) > 1 else 0.0
+    return RoundCost(prices.own_us, stages, hops, returned, prices.host_us, latency, bottleneck)
+
+
+def value_us(problem: Problem, entry: DraftEntry, batch: int, period_us: float) -> float:
+    """What is minimised: us per token of a request (latency), or of all requests together; inf beyond the limit."""
+    per_request = period_us / entry.committed_tokens
+    if problem.objective == "latency":
+        return per_request
+    if problem.objective == "goodput" and per_request > problem.limit_us:
+        return math.inf
+    return per_request / batch
+
+
+def micro_batch_counts(batch: int) -> list[int]:
+    """Numbers of micro-batches to try: powers of two up to the batch, 16 at most."""
+    return [count for count in (1, 2, 4, 8, 16) if count <= batch]
+
+
+@lru_cache(maxsize=1 << 16)
+def _llm_unit_us(
+    llm: ModelProfile, kind: NodeKind, degree: int, unit: str, sizes: tuple[tuple[str, int], ...]
+) -> float:
+    calls = llm.ranks[degree].calls[unit]
+    return unit_us(kind.device, kind.link, llm.dtype, calls, dict(sizes), degree)
+
+
+@lru_cache(maxsize=1 << 14)
+def ssm_us(ssm: ModelProfile, kind: NodeKind, entry: DraftEntry, requests: int, context_tokens: int) -> float:
+    """All steps of one SSM in a round."""
+    total = 0.0
+    for rows in entry.ssm_rows:
+        sizes = step_sizes(max(requests, math.ceil(requests * rows - 1e-9)), requests, context_tokens)
+        total += model_us(ssm, kind, sizes)
+    return total
+
+
+def model_us(model: ModelProfile, kind: NodeKind, sizes: Sizes) -> float:
+    """A step of a whole model on one device."""
+    calls = model.ranks[1].calls
+    times = {unit: unit_us(kind.device, kind.link, model.dtype, part, sizes, 1) for unit, part in calls.items()}
+    return times["front"] + model.blocks * times["block"] + times["back"]

@@ -1,0 +1,62 @@
+"""Acceptance profiles: those that ship name their source and use draft plans that exist; bad ones are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexspec.compiler.acceptance_profile import PROFILES, find_acceptance, open_acceptance, shipped_profiles
+from flexspec.errors import ProfileError
+from flexspec.runtime.drafters.plan import DraftPlan
+
+PAPER = json.loads((PROFILES / "specinfer-llama-7b.json").read_text())
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_shipped_profiles(name: str) -> None:
+    profile = open_acceptance(name)
+    assert profile.origin and profile.date and profile.prompts
+    for entry in profile.entries:
+        DraftPlan.parse(entry.draft)
+        assert 1 <= entry.committed_tokens <= len(entry.levels) + 1
+
+
+def test_the_profile_of_an_ssm_is_found_by_its_name() -> None:
+    assert find_acceptance(["llama-68m"]).name == "specinfer-llama-7b"
+    with pytest.raises(ProfileError, match="opt-125m.*acceptance_profile.py measures one"):
+        find_acceptance(["opt-125m"])
+    with pytest.raises(ProfileError, match="specinfer-llama-7b"):
+        open_acceptance("nothing")
+
+
+def test_rows_of_a_tree() -> None:
+    tree = next(e for e in open_acceptance("specinfer-llama-7b").entries if e.draft.startswith("tree:1,1,3"))
+    assert (tree.nodes, tree.rows(1), tree.rows(4)) == (20, 21, 84)
+    assert tree.ssm_rows == (4, 1, 1, 3, 3, 3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "flexspec acceptance 9"}, "format"),
+        ({"colour": "red"}, "unknown: colour"),
+        ({"date": ""}, "date = ''"),
+        ({"entries": []}, "entries"),
+        ({"entries": PAPER["entries"][:1] * 2}, "twice"),
+        ({"entries": [{"draft": "off", "levels": [1], "committed_tokens": 1}]}, "other than off"),
+        ({"entries": [{"draft": "chain:1", "levels": [1], "committed_tokens": 2.5}]}, "1 to 2"),
+        ({"entries": [{"draft": "chain:1", "levels": [0], "committed_tokens": 1}]}, "levels"),
+        ({"entries": [{"draft": "chain:1", "levels": [1], "committed_tokens": float("nan")}]}, "committed_tokens"),
+        ({"entries": [{"draft": "chain:1", "levels": [1]}]}, "entry"),
+        ({"entries": [{"draft": "chain:1", "levels": [1000], "committed_tokens": 1}]}, "1000 nodes"),
+    ],
+)
+def test_bad_profiles_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({**PAPER, **change}))
+    with pytest.raises(ProfileError) as error:
+        open_acceptance(str(path))
+    assert message in str(error.value)

@@ -1,0 +1,128 @@
+"""Prices and memory come from the operator records of the cut graph; checked against numbers by hand."""
+
+from __future__ import annotations
+
+import pytest
+from planning import CONFIGS, ENTRIES, make_device, make_link, make_machine, tiny_profile, with_layers
+
+from flexspec.compiler.cost import all_gather_us, all_reduce_us, broadcast_us, hop_us, interpolate, op_us, unit_us
+from flexspec.compiler.machine import NodeKind
+from flexspec.compiler.memory import Workload, cache_tokens, rank_bytes
+from flexspec.compiler.plan_models import check_same_vocabulary, open_profile
+from flexspec.compiler.problem import Problem, SsmPlace
+from flexspec.compiler.profile import step_sizes
+from flexspec.errors import ModelConfigError, PlanError
+from flexspec.types import DType
+from repository import ROOT
+
+EXAMPLES = ROOT / "examples" / "configs"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("llama-7b", 6.738e9), ("llama-13b", 13.016e9), ("llama-65b", 65.286e9), ("llama-2-70b", 68.977e9),
+     ("opt-13b", 12.85e9), ("opt-30b", 29.97e9), ("opt-125m", 0.125e9), ("llama-68m", 0.068e9)],
+)  # fmt: skip
+def test_shipped_configurations_have_their_size(name: str, parameters: float) -> None:
+    profile = open_profile(EXAMPLES / f"{name}.json", DType.BF16)
+    assert profile.weight_bytes() / 2 == pytest.approx(parameters, rel=3e-3)
+
+
+def test_a_block_at_memory_speed() -> None:
+    """One row: weights over bandwidth is nearly all; a product of two ranks has half of it and two all-reduces."""
+    profile = open_profile(EXAMPLES / "llama-7b.json", DType.BF16, (2,))
+    device, link = make_device(bandwidth=1e12, flops=1e15, launch_us=0.0), make_link(alpha_us=10.0, bandwidth=1e12)
+    sizes = step_sizes(1, 1, 32)
+    whole = unit_us(device, link, DType.BF16, profile.ranks[1].calls["block"], sizes, 1)
+    assert whole == pytest.approx(404.8, rel=0.01)  # 202.4e6 weights of two bytes at 1e12 bytes/s
+    half = unit_us(device, link, DType.BF16, profile.ranks[2].calls["block"], sizes, 2)
+    assert half == pytest.approx(whole / 2 + 2 * 10.0, rel=0.01)
+
+
+def test_many_rows_at_the_speed_of_arithmetic() -> None:
+    profile = open_profile(EXAMPLES / "llama-7b.json", DType.BF16)
+    device = make_device(bandwidth=1e15, flops=1e14, launch_us=0.0)
+    block = unit_us(device, make_link(), DType.BF16, profile.ranks[1].calls["block"], step_sizes(4096, 1, 32), 1)
+    assert block == pytest.approx(2 * 4096 * 202.4e6 / 1e14 * 1e6, rel=0.2)  # attention comes on top
+
+
+def test_measured_points_override_the_roofline() -> None:
+    points = ((10.0, 30.0), (20.0, 40.0))
+    assert [interpolate(points, x) for x in (5.0, 10.0, 15.0, 20.0, 40.0)] == [30.0, 30.0, 35.0, 40.0, 80.0]
+    device = make_device(bandwidth=1e9, launch_us=1.0)
+    calls = tiny_profile("gqa").ranks[1].calls["block"]
+    call = next(each for each in calls if each.record.name == "linear_add")
+    sizes = step_sizes(1, 1, 32)
+    ideal = op_us(device, DType.BF16, call, sizes) - 1.0
+    slow = make_device(bandwidth=1e9, launch_us=1.0)
+    object.__setattr__(slow, "measured", {"linear_add": ((ideal, 3 * ideal), (2 * ideal, 5 * ideal))})
+    assert op_us(slow, DType.BF16, call, sizes) == pytest.approx(3 * ideal + 1.0)
+
+
+def test_collectives_take_the_best_algorithm() -> None:
+    link = make_link(alpha_us=10.0, bandwidth=1e9)  # 1000 bytes a microsecond
+    assert all_reduce_us(link, 1e3, 1) == all_gather_us(link, 1e3, 1) == 0.0
+    assert all_reduce_us(link, 1e3, 4) == pytest.approx(10 + 3)  # one-shot: everyone to everyone
+    assert all_reduce_us(link, 1e6, 4) == pytest.approx(6 * (10 + 250))  # ring
+    assert all_gather_us(link, 1e6, 4) == pytest.approx(10 + 750)
+    assert broadcast_us(link, 1e3, 5) == pytest.approx(3 * 11)
+    near, far = link, make_link(alpha_us=100.0, bandwidth=1e8)
+    assert hop_us(far, near, 1e3, 2, 4, shared=True) == pytest.approx(100 + 2 * 10 + 11)
+    assert hop_us(near, near, 1e3, 4, 2, shared=False) == pytest.approx(11)
+
+
+def test_kv_heads_are_replicated_beyond_their_number() -> None:
+    ranks = tiny_profile("gqa").ranks  # 2 kv heads of 8
+    assert [ranks[t].kv_bytes_per_token for t in (1, 2, 4)] == [2 * 2 * 2 * 8, 2 * 2 * 8, 2 * 2 * 8]
+    assert tiny_profile("ragged").ranks[2].kv_bytes_per_token == 2 * 2 * 2 * 4  # the larger share of 3 kv heads
+
+
+def test_memory_is_linear_in_blocks_and_counts_everything() -> None:
+    profile, work = with_layers(tiny_profile("mha"), 6), Workload(4, 100, 7)
+    device = make_device()
+    tables = [rank_bytes(profile, 2, n, work, device, first=True, last=False) for n in (0, 1, 4)]
+    assert tables[2].total - tables[0].total == 4 * (tables[1].total - tables[0].total)
+    assert cache_tokens(work) == 4 * 128
+    assert tables[1].kv == 4 * 128 * profile.ranks[2].kv_bytes_per_token
+    rank = profile.ranks[1]
+    whole = rank_bytes(profile, 1, 6, work, device, first=True, last=True, ssm=5)
+    assert (whole.weights, whole.ssm, whole.reserve) == (profile.weight_bytes(), 5, 1000)
+    assert rank.shared_bytes == 2 * 256 * 48  # tied: counted once where both ends meet
+    assert whole.tree_scratch >= 4 * 28 * 256
+    assert sum(count for _, count in whole.table()[:-2]) == whole.total
+
+
+def test_refusal_shows_the_table() -> None:
+    small = make_device(memory_bytes=1e4)
+    table = rank_bytes(tiny_profile("gqa"), 1, 2, Workload(1, 32, 1), small, first=True, last=True)
+    assert not table.fits
+    assert "weights 0.00 GB" in str(table.refuse("rank 0 of stage 0"))
+
+
+@pytest.mark.parametrize("place", ["first", "last", "all", "none"])
+def test_most_blocks_is_what_the_memory_function_allows(place: str) -> None:
+    llm = with_layers(tiny_profile("gqa"), 40)
+    kind = NodeKind(make_device(memory_bytes=1.2e6), 2, make_link(), 1)
+    problem = Problem(make_machine(kind), llm, (tiny_profile("ssm", ssm=True),), ENTRIES, 2, 64)
+    for first in (False, True):
+        most = problem.most_blocks(0, 2, SsmPlace(place), first=first, last=True)
+        extra = problem.extra_bytes(SsmPlace(place), first=first, last=True)
+        fits = [
+            rank_bytes(llm, 2, n, problem.workload, kind.device, first=first, last=True, ssm=extra).fits
+            for n in (most, most + 1)
+        ]
+        assert 0 < most < 40 and fits == [True, False]
+
+
+def test_impossible_loads_are_refused() -> None:
+    machine, llm = make_machine(NodeKind(make_device(), 1, make_link(), 1)), tiny_profile("gqa")
+    for requests, context, objective in ((0, 32, "latency"), (1, 257, "latency"), (1, 32, "speed")):
+        with pytest.raises(PlanError):
+            Problem(machine, llm, (), (), requests, context, objective)
+
+
+def test_an_ssm_must_share_the_vocabulary() -> None:
+    with pytest.raises(ModelConfigError, match="vocabulary of 512"):
+        check_same_vocabulary(CONFIGS["mha"], [tiny_profile("gqa")])
+    with pytest.raises(ModelConfigError, match="pass it with --ssm"):
+        open_profile(ROOT / "ssm" / "smollm2-135m", DType.BF16)
