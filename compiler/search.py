@@ -1,0 +1,234 @@
+"""Exact search for the plan of least round time per token.
+
+Outside, everything that shapes a round is tried: SSM place, draft plan, batch, micro-batches. Inside, the dynamic
+program of stage_program.py gives the least latency of plans whose busiest part stays below a limit, and the best limit
+is found by bisection over the values that a stage, hop or host can take. docs/design/planning.md has the proof.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexspec.compiler.acceptance_profile import DraftEntry
+from flexspec.compiler.problem import Problem, SsmPlace
+from flexspec.compiler.rounds import Cut, Prices, micro_batch_counts, value_us
+from flexspec.compiler.stage_program import INF, StageProgram, Vector
+from flexspec.errors import PlanError
+
+MAX_STATES = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan: everything that shapes its round, with the value that was minimised (see rounds.value_us)."""
+
+    value_us: float
+    period_us: float
+    place: SsmPlace
+    entry: DraftEntry
+    batch: int
+    micro_batches: int
+    cuts: tuple[Cut, ...]
+
+    @property
+    def micro(self) -> int:
+        """Requests of a micro-batch."""
+        return -(-self.batch // self.micro_batches)
+
+    @property
+    def per_token_us(self) -> float:
+        return self.period_us / self.entry.committed_tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.batch * self.entry.committed_tokens / self.period_us * 1e6
+
+    def structure(self) -> tuple[str, tuple[Cut, ...]]:
+        return self.place.name, self.cuts
+
+
+def search(problem: Problem, *, degrees: Sequence[int] = (), places: Sequence[SsmPlace] = ()) -> list[Candidate]:
+    """The best plan first, then the best of every other SSM place. Raises PlanError if no plan fits.
+
+    ``degrees`` and ``places`` narrow the search; by default all that are legal are tried.
+    """
+    best: dict[SsmPlace, Candidate] = {}
+    for place in places or problem.places():
+        found = _search_place(problem, place, tuple(degrees) or problem.legal_degrees)
+        if found:
+            best[place] = found
+    if not best:
+        raise no_plan(problem)
+    return sorted(best.values(), key=lambda each: each.value_us)
+
+
+def no_plan(problem: Problem) -> PlanError:
+    """Why nothing fits: the byte table of the least block on the largest degree, or the latency limit."""
+    from flexspec.compiler.memory import rank_bytes
+
+    degree = max(problem.legal_degrees)
+    kind = max(problem.machine.kinds, key=lambda each: each.device.memory_bytes.effective)
+    degree = max((d for d in problem.legal_degrees if d <= kind.devices), default=1)
+    parts = rank_bytes(problem.llm, degree, 1, problem.workload, kind.device, first=True, last=False)
+    whole = problem.llm.weight_bytes()
+    have = sum(k.device.memory_bytes.effective * k.devices * k.count for k in problem.machine.kinds)
+    rows = ", ".join(f"{name} {count / 1e9:.2f} GB" for name, count in parts.table())
+    return PlanError(
+        f"no plan of {problem.llm.name} on {problem.machine.name} fits: weights {whole / 1e9:.1f} GB on "
+        f"{problem.machine.devices} devices with {have / 1e9:.1f} GB; one block at degree {degree}: {rows}",
+        "a plan whose every rank fits its device"
+        + ("" if math.isinf(problem.limit_us) else f" and that meets {problem.limit_us:g} us a token"),
+        "use more or larger devices, fewer requests, a shorter context, or a looser limit",
+    )
+
+
+def pareto_front(problem: Problem) -> list[Candidate]:
+    """Plans of which none is better in both us per token of a request and tokens/s of all; fastest answer first."""
+    found: list[Candidate] = []
+    for place in problem.places():
+        found += _Place(problem, place, problem.legal_degrees).all_candidates()
+    front: list[Candidate] = []
+    for each in sorted(found, key=lambda c: (c.per_token_us, -c.tokens_per_s)):
+        if not front or each.tokens_per_s > front[-1].tokens_per_s:
+            front.append(each)
+    return front
+
+
+def _search_place(problem: Problem, place: SsmPlace, degrees: tuple[int, ...]) -> Candidate | None:
+    return _Place(problem, place, degrees).best()
+
+
+class _Place:
+    """The inner search for one SSM place."""
+
+    def __init__(self, problem: Problem, place: SsmPlace, degrees: tuple[int, ...]) -> None:
+        self.problem, self.place, self.degrees = problem, place, degrees
+        self.pools = problem.pools(place)
+        if math.prod(pool.count + 1 for pool in self.pools) > MAX_STATES:
+            kinds = ", ".join(f"{pool.count} x {pool.devices}" for pool in self.pools)
+            raise PlanError(
+                f"nodes of too many kinds ({kinds})", f"at most {MAX_STATES} ways to count them",
+                "describe fewer nodes of each kind",
+            )  # fmt: skip
+        self.caps = {
+            (pool.kind, degree, first, last): problem.most_blocks(pool.kind, degree, place, first=first, last=last)
+            for pool in self.pools
+            for degree in degrees
+            for first, last in itertools.product((False, True), repeat=2)
+        }
+
+    def combinations(self) -> list[tuple[DraftEntry, int, int]]:
+        """(draft plan, batch, micro-batches); latency is for the full batch, the others may serve fewer at once."""
+        batches = (self.problem.requests,) if self.problem.objective == "latency" else self.problem.batches
+        entries = self.problem.entries_at(self.place)
+        return [(e, batch, m) for e in entries for batch in batches for m in micro_batch_counts(batch)]
+
+    def best(self) -> Candidate | None:
+        solvers: dict[tuple[DraftEntry, int], _Solver] = {}
+        bounds = []
+        for entry, batch, count in self.combinations():
+            key = (entry, -(-batch // count))
+            if key not in solvers:
+                solvers[key] = _Solver(self, Prices(self.problem, self.place, entry, key[1]))
+            least = solvers[key].least_period_us(count)
+            bounds.append((value_us(self.problem, entry, batch, least), entry, batch, count))
+        best: Candidate | None = None
+        for bound, entry, batch, count in sorted(bounds, key=lambda item: item[0]):
+            if math.isinf(bound) or (best and bound >= best.value_us):
+                break
+            found = self.candidate(solvers[entry, -(-batch // count)], entry, batch, count)
+            if found and (best is None or found.value_us < best.value_us):
+                best = found
+        return best
+
+    def all_candidates(self) -> list[Candidate]:
+        found = []
+        for entry in self.problem.entries_at(self.place):
+            for batch in self.problem.batches:
+                for count in micro_batch_counts(batch):
+                    solver = _Solver(self, Prices(self.problem, self.place, entry, -(-batch // count)))
+                    each = self.candidate(solver, entry, batch, count)
+                    found += [each] if each else []
+        return found
+
+    def candidate(self, solver: _Solver, entry: DraftEntry, batch: int, count: int) -> Candidate | None:
+        period_us, cuts = solver.best_period(count)
+        value = value_us(self.problem, entry, batch, period_us)
+        return None if math.isinf(value) else Candidate(value, period_us, self.place, entry, batch, count, cuts)
+
+
+class _Solver:
+    """Least latency under a bound on the busiest part, for one set of prices."""
+
+    def __init__(self, where: _Place, prices: Prices) -> None:
+        self.where, self.prices = where, prices
+        self.blocks = where.problem.llm.blocks
+        self.costs = {key: self._stage_costs(*key) for key in where.caps}
+        self.solved: dict[float, tuple[float, tuple[Cut, ...]]] = {}
+        self.values = self._values()
+
+    def _stage_costs(self, kind: int, degree: int, first: bool, last: bool) -> Vector:
+        """Time by number of blocks; inf where the stage does not fit (and for no blocks)."""
+        prices = self.prices
+        block_us = prices.unit_us(kind, degree, "block")
+        times = np.arange(self.blocks + 1) * block_us + prices.ends_us(kind, degree, first=first, last=last)
+        times[0] = INF
+        times[max(0, self.where.caps[kind, degree, first, last]) + 1 :] = INF
+        return np.asarray(times, np.float64)
+
+    def _values(self) -> Vector:
+        """What the bottleneck can be, ascending, from the least that every plan has."""
+        floor = self.prices.fixed_bottleneck_us
+        found = [floor, *(self.hop_us(*key) for key in self._hop_keys())]
+        times = [costs[np.isfinite(costs)] + self.prices.each_us for costs in self.costs.values()]
+        values = np.unique(np.concatenate([np.array(found), *times]))
+        return np.asarray(values[values >= floor], np.float64)
+
+    def _hop_keys(self) -> list[tuple[int, int, int, bool]]:
+        kinds = dict.fromkeys(pool.kind for pool in self.where.pools)
+        degrees = self.where.degrees
+        several = self.where.problem.machine.network is not None
+        news = (False, True) if several else (False,)
+        return [(k, a, b, new) for k in kinds for a in degrees for b in degrees for new in news]
+
+    def hop_us(self, kind: int, source: int, target: int, new_node: bool) -> float:
+        return self.prices.hop_us(kind, source, target, new_node=new_node)
+
+    def latency(self, beta: float) -> tuple[float, tuple[Cut, ...]]:
+        """The least latency with no part busier than ``beta``, and its cuts; inf when there is none."""
+        if beta not in self.solved:
+            self.solved[beta] = self._program(beta).solve()
+        return self.solved[beta]
+
+    def _program(self, beta: float) -> StageProgram:
+        limit = beta - self.prices.each_us
+        costs = {key: np.where(times <= limit, times, INF) for key, times in self.costs.items()}
+        where = self.where
+        return StageProgram(where.pools, where.degrees, self.blocks, costs, self.hop_us, beta, self.prices.fixed_us)
+
+    def least_period_us(self, count: int) -> float:
+        """A bound from below: the latency without a limit, and the work of the fixed parts."""
+        return max(self.latency(INF)[0], count * float(self.values[0]))
+
+    def best_period(self, count: int) -> tuple[float, tuple[Cut, ...]]:
+        """min over plans of max(latency, count * bottleneck): the crossing of a falling and a rising curve."""
+        if count == 1 or math.isinf(self.latency(INF)[0]):
+            return self.latency(INF)
+        low, high = 0, len(self.values) - 1  # the answer's index: first value whose latency is below count * value
+        while low < high:
+            middle = (low + high) // 2
+            if self.latency(float(self.values[middle]))[0] <= count * self.values[middle]:
+                high = middle
+            else:
+                low = middle + 1
+        beta = float(self.values[low])
+        latency, cuts = self.latency(beta)
+        answers = [(max(latency, count * beta), cuts)]
+        if low:
+            answers.append(self.latency(float(self.values[low - 1])))
+        return min(answers, key=lambda item: item[0])
