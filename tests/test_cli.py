@@ -13,7 +13,7 @@ import pytest
 from flexspec.cli import main as cli
 from flexspec.errors import RequestError
 from flexspec.runtime.drafters import plan
-from repository import ROOT
+from repository import ROOT, tracked_files
 
 GOLDEN = Path(__file__).parent / "golden" / "cli_options.txt"
 
@@ -58,9 +58,10 @@ def test_help_lists_every_draft_plan(command: str) -> None:
 
 
 def demo_paths() -> set[str]:
-    """Files that ``make demo`` leaves, and folders of the repository."""
+    """Files that ``make demo`` leaves, and files and folders of the repository."""
     source = (ROOT / "examples" / "demo.py").read_text()
-    return {*re.findall(r'ROOT / "(build/[^"]+)"', source), "ssm/smollm2-135m"}
+    tracked = {str(path) for path in tracked_files() if path.parts[0] == "examples"}
+    return {*re.findall(r'ROOT / "(build/[^"]+)"', source), "ssm/smollm2-135m", *tracked}
 
 
 @pytest.mark.parametrize("command", [None, *cli.COMMANDS])

@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "generate": "complete one prompt with an artifact, with or without speculation",
     "serve": "serve an artifact over an OpenAI-compatible HTTP interface",
     "inspect": "show what an artifact or a model file holds",
+    "plan": "search a parallel plan for a model, its SSM and a machine; no weights are needed",
     "tune": "train an SSM for a model on text that the model writes itself",
 }
 

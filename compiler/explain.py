@@ -1,0 +1,105 @@
+"""Why this plan: runners-up, what removed each degree, what using fewer or all devices would mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexspec.compiler.memory import rank_bytes
+from flexspec.compiler.plan_choice import Rung, ladder, uniform_plans
+from flexspec.compiler.problem import Problem
+from flexspec.compiler.search import Candidate, search
+from flexspec.errors import PlanError
+
+RUNNERS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """``why_not``: (degree, reason) for each degree that the plan does not use. ``notes`` are sentences."""
+
+    best: Candidate
+    runners: tuple[Candidate, ...]
+    why_not: tuple[tuple[int, str], ...]
+    by_hand: Candidate | None  # the best plan of equal stages and one degree
+    rungs: tuple[Rung, ...]
+    notes: tuple[str, ...]
+
+
+def explain(problem: Problem, found: list[Candidate], measured_with: str = "") -> Explanation:
+    """``found``: what the search returned, best first. ``measured_with``: the LLM of the acceptance profile."""
+    best = found[0]
+    single = {degree: _only(problem, degree) for degree in problem.legal_degrees}
+    by_hand = uniform_plans(problem)
+    pool = [*found, *(each for plans in single.values() for each in plans), *by_hand]
+    runners: dict[object, Candidate] = {}
+    for each in sorted(pool, key=lambda c: c.value_us):
+        if each.structure() != best.structure():
+            runners.setdefault(each.structure(), each)
+    used = {cut.degree for cut in best.cuts}
+    why_not = tuple(
+        (degree, _why_not(problem, best, degree, single.get(degree)))
+        for degree in sorted(problem.degrees)
+        if degree not in used
+    )
+    return Explanation(
+        best,
+        tuple(runners.values())[:RUNNERS],
+        why_not,
+        by_hand[0] if by_hand else None,
+        tuple(ladder(problem, best.place, best.cuts)),
+        tuple(_notes(problem, best, by_hand, measured_with)),
+    )
+
+
+def _only(problem: Problem, degree: int) -> list[Candidate]:
+    """The search with one degree for all stages."""
+    try:
+        return search(problem, degrees=(degree,))
+    except PlanError:
+        return []
+
+
+def _why_not(problem: Problem, best: Candidate, degree: int, plans: list[Candidate] | None) -> str:
+    if degree in problem.llm.refused:
+        return problem.llm.refused[degree]
+    if degree > max(kind.devices for kind in problem.machine.kinds):
+        return "no node has so many devices, and a stage stays inside a node"
+    if plans:
+        ratio = plans[0].value_us / best.value_us
+        return f"best plan with only this degree: {ratio:.2f} times the time ({describe(plans[0])})"
+    count = sum(kind.devices // degree * kind.count for kind in problem.machine.kinds)
+    blocks = -(-problem.llm.blocks // max(1, min(count, problem.llm.blocks)))
+    kind = max(problem.machine.kinds, key=lambda each: each.device.memory_bytes.effective)
+    parts = rank_bytes(problem.llm, degree, blocks, problem.workload, kind.device, first=True, last=count == 1)
+    return (
+        f"does not fit: {count} stages at most, so {blocks} blocks or more in one, {parts.total / 1e9:.1f} GB a rank "
+        f"(weights {parts.weights / 1e9:.1f}, KV {parts.kv / 1e9:.1f}) of {parts.limit / 1e9:.1f}"
+    )
+
+
+def describe(plan: Candidate) -> str:
+    """A plan in a few words: stages by degree, and the SSM."""
+    stages = " + ".join(f"TP{cut.degree}x{cut.blocks}" for cut in plan.cuts)
+    if len({cut.degree for cut in plan.cuts}) == 1 and len(plan.cuts) > 3:
+        stages = f"{len(plan.cuts)} stages of TP{plan.cuts[0].degree}"
+    return f"{stages}, SSM {plan.place.name}"
+
+
+def _notes(problem: Problem, best: Candidate, by_hand: list[Candidate], measured_with: str) -> list[str]:
+    notes = []
+    if measured_with and measured_with != problem.llm.name:
+        notes.append(f"tokens a round were measured with {measured_with}, not with {problem.llm.name}: they may differ")
+    idle = problem.machine.devices - sum(cut.degree for cut in best.cuts)
+    idle -= len(problem.ssms) if best.place.name == "own" else 0
+    if idle > 0:
+        text = f"fewer devices are faster: {idle} of {problem.machine.devices} hold no stage"
+        full = [c for c in by_hand if sum(cut.degree for cut in c.cuts) == problem.machine.devices]
+        if full:
+            text += f"; equal stages on all of them take {full[0].value_us / best.value_us:.2f} times the time"
+        notes.append(text)
+    if best.place.name == "none" and problem.drafting:
+        notes.append("speculation does not pay here: no SSM place with any measured tree is faster than off")
+    if problem.llm.note:
+        notes.append(f"{problem.llm.name}: {problem.llm.note}")
+    notes += [f"{ssm.name}: {ssm.note}" for ssm in problem.ssms if ssm.note]
+    return notes

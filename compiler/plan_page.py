@@ -1,0 +1,237 @@
+"""The page that ``flexspec plan`` prints, and its JSON: a plan that people can read and explain back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flexspec.compiler.acceptance_profile import AcceptanceProfile
+from flexspec.compiler.explain import Explanation, describe
+from flexspec.compiler.memory import RankBytes, rank_bytes
+from flexspec.compiler.plan_choice import place_devices
+from flexspec.compiler.problem import PLACE_WORDS, Problem
+from flexspec.compiler.prove import Certificate
+from flexspec.compiler.rounds import Prices, RoundCost, round_cost
+from flexspec.compiler.search import Candidate
+
+BAR = 40
+_MARKS = (("weights", "#"), ("kv", "k"), ("ssm", "s"), ("activations", "a"), ("tree_scratch", "t"), ("buffers", "b"))
+_LEGEND = "# weights, k KV, s SSM, a activations, t tree, b buffers, r reserve"
+
+
+def plan_page(
+    problem: Problem, why: Explanation, acceptance: AcceptanceProfile | None, certificate: Certificate | None
+) -> str:
+    """The whole page."""
+    best = why.best
+    parts = [
+        _head(problem),
+        _section("PLAN", _stage_lines(problem, best)),
+        _section("ROUND of one micro-batch", _timeline(problem, best)),
+        _section(f"MEMORY of a rank ({_LEGEND})", _memory(problem, best)),
+        _section("LADDER: what runs at each batch size", _ladder(why)),
+        _section("RUNNERS-UP", _runners(why)),
+        _section("WHY NOT", [f"TP {degree}: {reason}" for degree, reason in why.why_not] or ["every degree is used"]),
+        _section("NOTES", list(why.notes)),
+        _section("PROOF", _proof(certificate, best)),
+        _section("WHERE THE NUMBERS COME FROM", _origins(problem, acceptance)),
+    ]  # fmt: skip
+    return "\n".join(part for part in parts if part)
+
+
+def score_page(problem: Problem, plan: Candidate, best: Candidate | None) -> str:
+    """The page of a hand-written plan, beside the best."""
+    parts = [
+        _head(problem),
+        _section("YOUR PLAN", _stage_lines(problem, plan)),
+        _section("ROUND of one micro-batch", _timeline(problem, plan)),
+        _section(f"MEMORY of a rank ({_LEGEND})", _memory(problem, plan)),
+    ]
+    if best:
+        ratio = plan.value_us / best.value_us
+        parts.append(_section("BESIDE THE BEST", [f"{ratio:.2f} times the time of {describe(best)}"]))
+    return "\n".join(parts)
+
+
+def _section(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([title, *(f"  {line}" for line in lines), ""]) if lines else ""
+
+
+def _head(problem: Problem) -> str:
+    ssms = f" with {' + '.join(ssm.name for ssm in problem.ssms)}" if problem.ssms else ""
+    goal = {
+        "latency": "least time per token",
+        "throughput": "most tokens per second",
+        "goodput": f"most tokens per second at no more than {problem.limit_us / 1e3:g} ms a token",
+    }[problem.objective]
+    return (
+        f"{problem.llm.name}{ssms} on {problem.machine.name} ({problem.machine.devices} devices, "
+        f"{problem.machine.nodes} {'nodes' if problem.machine.nodes > 1 else 'node'})\n"
+        f"{problem.requests} requests of {problem.context_tokens} tokens, {problem.llm.dtype.value}; {goal}\n"
+    )
+
+
+def cost_of(problem: Problem, plan: Candidate) -> RoundCost:
+    return round_cost(Prices(problem, plan.place, plan.entry, plan.micro), plan.cuts)
+
+
+def _stage_lines(problem: Problem, plan: Candidate) -> list[str]:
+    cost, layout = cost_of(problem, plan), place_devices_of(problem, plan)
+    lines, first = [], 0
+    for i, (cut, devices) in enumerate(zip(plan.cuts, layout, strict=True)):
+        if i:
+            way = "to the next node" if cut.new_node else "inside the node"
+            lines.append(f"   | hop {way:34s} {cost.hops_us[i - 1] / 1e3:8.2f} ms")
+        where = f"{problem.kind(cut.kind).device.name} {spans(devices)}"
+        blocks = f"blocks {first}-{first + cut.blocks - 1}"
+        lines.append(f"stage {i}: {blocks:14s} TP {cut.degree}  {where:22s} {cost.stages_us[i] / 1e3:8.2f} ms")
+        first += cut.blocks
+    lines.append(f"SSM: {PLACE_WORDS[plan.place.name]}; draft plan {plan.entry.draft}")
+    tokens = plan.entry.committed_tokens
+    lines.append(
+        f"batch of {plan.batch} in {plan.micro_batches} micro-batches of {plan.micro}: a round every "
+        f"{plan.period_us / 1e3:.2f} ms = max(latency {cost.latency_us / 1e3:.2f}, {plan.micro_batches} x busiest part "
+        f"{cost.bottleneck_us / 1e3:.2f})"
+    )
+    lines.append(
+        f"{tokens:g} tokens a round and request: {plan.per_token_us / 1e3:.2f} ms a token, "
+        f"{plan.tokens_per_s:.1f} tokens/s"
+    )
+    return lines
+
+
+def place_devices_of(problem: Problem, plan: Candidate) -> tuple[tuple[int, ...], ...]:
+    return place_devices(problem, plan.place, plan.cuts).stages
+
+
+def spans(devices: Sequence[int]) -> str:
+    """``0-3`` for 0, 1, 2, 3."""
+    parts: list[list[int]] = []
+    for device in devices:
+        if parts and device == parts[-1][-1] + 1:
+            parts[-1].append(device)
+        else:
+            parts.append([device])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def timeline(problem: Problem, plan: Candidate) -> list[tuple[str, float]]:
+    """What happens one after the other in a round of a micro-batch, with its microseconds."""
+    cost = cost_of(problem, plan)
+    prices = Prices(problem, plan.place, plan.entry, plan.micro)
+    with_stage = 0.0
+    if plan.place.name in ("first", "last"):
+        at = plan.cuts[0 if plan.place.name == "first" else -1]
+        with_stage = prices.draft_us(problem.kind(at.kind), plan.micro, together=True)
+    rows = [("draft", cost.draft_us + with_stage)]
+    for i, stage_us in enumerate(cost.stages_us):
+        drafts = with_stage if i == (0 if plan.place.name == "first" else len(cost.stages_us) - 1) else 0.0
+        returned = cost.return_us if i == len(cost.stages_us) - 1 else 0.0
+        rows += [(f"hop to stage {i}", cost.hops_us[i - 1])] if i else []
+        rows.append((f"verify, stage {i}", stage_us - drafts - returned))
+    moved = cost.latency_us - sum(us for _, us in rows) - cost.host_us
+    rows.append(("ids out and back", max(0.0, moved)))
+    rows.append(("accept, commit (host)", cost.host_us))
+    return [(name, us) for name, us in rows if us > 0.0005]
+
+
+def _timeline(problem: Problem, plan: Candidate) -> list[str]:
+    rows = timeline(problem, plan)
+    total, start, lines = sum(us for _, us in rows), 0.0, []
+    for name, us in rows:
+        first, end = int(start / total * BAR), max(int(start / total * BAR) + 1, round((start + us) / total * BAR))
+        bar = " " * first + "=" * (end - first)
+        lines.append(f"{name:22s} {us / 1e3:8.2f} ms |{bar[:BAR]:{BAR}s}|")
+        start += us
+    return lines
+
+
+def stage_bytes(problem: Problem, plan: Candidate) -> list[RankBytes]:
+    """Memory of the largest rank of each stage."""
+    final = len(plan.cuts) - 1
+    return [
+        rank_bytes(
+            problem.llm, cut.degree, cut.blocks, problem.workload, problem.kind(cut.kind).device,
+            first=i == 0, last=i == final, ssm=problem.extra_bytes(plan.place, first=i == 0, last=i == final),
+        )
+        for i, cut in enumerate(plan.cuts)
+    ]  # fmt: skip
+
+
+def _memory(problem: Problem, plan: Candidate) -> list[str]:
+    lines = []
+    for i, held in enumerate(stage_bytes(problem, plan)):
+        bar = "".join(mark * round(getattr(held, name) / held.limit * BAR) for name, mark in _MARKS)
+        bar += "r" * round(held.reserve / held.limit * BAR)
+        lines.append(
+            f"stage {i} |{bar[:BAR]:{BAR}s}| {held.total / 1e9:.1f} of {held.limit / 1e9:.1f} GB "
+            f"(weights {held.weights / 1e9:.2f}, KV {held.kv / 1e9:.2f})"
+        )
+    return lines
+
+
+def _ladder(why: Explanation) -> list[str]:
+    lines = [f"{'batch':>5s}  {'micro-batches':>13s}  {'ms a token':>10s}  {'tokens/s':>9s}  draft plan"]
+    for rung in why.rungs:
+        lines.append(
+            f"{rung.batch:5d}  {rung.micro_batches:13d}  {rung.per_token_us / 1e3:10.2f}  {rung.tokens_per_s:9.1f}  "
+            f"{rung.entry.draft}"
+        )
+    return lines
+
+
+def _runners(why: Explanation) -> list[str]:
+    lines = [f"{each.value_us / why.best.value_us:6.3f} times the time: {describe(each)}" for each in why.runners]
+    if why.by_hand:
+        ratio = why.by_hand.value_us / why.best.value_us
+        lines.append(
+            f"best of equal stages and one degree, as written by hand: {ratio:.3f} times ({describe(why.by_hand)})"
+        )
+    return lines
+
+
+def _proof(certificate: Certificate | None, best: Candidate) -> list[str]:
+    if certificate is None:
+        return ["found by an exact search; --prove checks it with separate code"]
+    size = f"{certificate.plans:,}" if certificate.plans < 10**12 else f"{float(certificate.plans):.1e}"
+    if certificate.proven:
+        how = f"{certificate.method}, {certificate.examined:,} examined"
+        return [f"no plan of {size} (times {certificate.choices} ways to run them) is better: {how}"]
+    return [
+        f"{certificate.method} over {size} plans: best {best.value_us:.1f} us, bound {certificate.bound_us:.1f} us, "
+        f"gap {certificate.gap:.1%} after {certificate.examined:,} partial plans"
+    ]
+
+
+def _origins(problem: Problem, acceptance: AcceptanceProfile | None) -> list[str]:
+    lines = [f"{name} = {c.value:g} x {c.correction:g}: {c.origin}" for name, c in problem.machine.constants()]
+    if acceptance:
+        lines.append(f"tokens a round, {acceptance.source()} ({acceptance.date}; {acceptance.prompts})")
+    lines.append("operators: the records of the graph that is served, cut for each degree by the partition pass")
+    return lines
+
+
+def plan_json(
+    problem: Problem, plan: Candidate, why: Explanation | None, acceptance: AcceptanceProfile | None
+) -> dict[str, Any]:
+    """The figures of the page. The plan itself is added by the caller."""
+    body: dict[str, Any] = {
+        "model": problem.llm.name,
+        "ssms": [ssm.name for ssm in problem.ssms],
+        "machine": problem.machine.name,
+        "objective": problem.objective,
+        "requests": problem.requests,
+        "context_tokens": problem.context_tokens,
+        "round_us": dict(timeline(problem, plan)),
+        "memory_bytes": [dict(held.table()) for held in stage_bytes(problem, plan)],
+        "constants": {
+            name: {"value": c.value, "correction": c.correction, "origin": c.origin}
+            for name, c in problem.machine.constants()
+        },
+        "acceptance": acceptance.source() if acceptance else None,
+    }
+    if why:
+        body["runners_up"] = [{"plan": describe(c), "times": c.value_us / plan.value_us} for c in why.runners]
+        body["why_not"] = {str(degree): reason for degree, reason in why.why_not}
+        body["notes"] = list(why.notes)
+    return body

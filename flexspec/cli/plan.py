@@ -1,0 +1,175 @@
+"""``flexspec plan MODEL [--ssm SSM]... --machine M``: search, prove, explain, draw or price a parallel plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flexspec.compiler.acceptance_profile import AcceptanceProfile
+    from flexspec.compiler.problem import Problem
+    from flexspec.compiler.search import Candidate
+
+EPILOG = """\
+MODEL and SSM need no weights: a bare config.json is enough. M is a TOML file or one that ships (`--machine list` names
+them); so is the acceptance profile, which is found by the SSM's name if it ships.
+
+example:
+  flexspec plan examples/configs/llama-65b.json --ssm examples/configs/llama-68m.json --machine a10x4x2 --prove
+  flexspec plan examples/configs/llama-2-70b.json --machine h100x8 --requests 32 --objective throughput
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument("model", type=Path, nargs="?", help="a config.json, a Hugging Face folder or a .gguf file")
+    parser.add_argument("--ssm", type=Path, action="append", default=[], help="an SSM, likewise; may be repeated")
+    parser.add_argument("--machine", required=True, help="a machine file, or the name of one that ships; list: names")
+    parser.add_argument("--acceptance", help="acceptance profile: a JSON file, or the name of one that ships")
+    parser.add_argument("--requests", type=int, default=1, help="most requests at the same time (default 1)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each request (default 1024)")
+    parser.add_argument(
+        "--objective",
+        choices=("latency", "throughput", "goodput"),
+        default="latency",
+        help="least ms a token (default), most tokens/s, or most tokens/s within --limit-ms",
+    )
+    parser.add_argument("--limit-ms", type=float, help="most ms a token of a request, for goodput")
+    parser.add_argument("--dtype", choices=("bf16", "f32"), default="bf16", help="weights and KV cache (default bf16)")
+    parser.add_argument("--degrees", help="TP degrees to try, as in 1,2,3 (default: powers of two up to a node)")
+    parser.add_argument("--prove", action="store_true", help="check the answer with separate code")
+    parser.add_argument("--pareto", action="store_true", help="print all plans that trade ms a token for tokens/s")
+    parser.add_argument("--score", type=Path, metavar="PLAN.toml", help="price a hand-written plan instead")
+    parser.add_argument("--svg", type=Path, help="draw the plan into this file")
+    parser.add_argument("-o", "--output", type=Path, help="write the plan as JSON into this file")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the page")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.machine == "list":
+        return _list_machines()
+    problem, acceptance = _problem(args)
+    if args.pareto:
+        return _pareto(problem, args.json)
+    if args.score:
+        return _score(args, problem, acceptance)
+    from flexspec.compiler.explain import explain
+    from flexspec.compiler.plan_choice import make_plan
+    from flexspec.compiler.plan_page import plan_json, plan_page
+    from flexspec.compiler.prove import prove
+    from flexspec.compiler.search import search
+
+    found = search(problem)
+    certificate = prove(problem, found[0].value_us) if args.prove else None
+    if certificate and certificate.best_us < found[0].value_us * (1 - 1e-9):
+        print(f"the prover found a better plan, {certificate.best_us:.3f} us: please report this", file=sys.stderr)
+        return 1
+    plan = make_plan(problem, found[0], certificate)
+    why = explain(problem, found, acceptance.llm if acceptance else "")
+    if args.json:
+        body = {**plan_json(problem, found[0], why, acceptance), "plan": plan.to_json()}
+        print(json.dumps(body, indent=1))
+    else:
+        sys.stdout.write(plan_page(problem, why, acceptance, certificate))
+    _write(args, problem, found[0])
+    if args.output:
+        args.output.write_text(json.dumps(plan.to_json(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return 0
+
+
+def _list_machines() -> int:
+    from flexspec.compiler.machine import open_machine, shipped_machines
+
+    for name in shipped_machines():
+        print(f"{name:10s} {open_machine(name).about}")
+    return 0
+
+
+def _problem(args: argparse.Namespace) -> tuple[Problem, AcceptanceProfile | None]:
+    from flexspec.compiler.acceptance_profile import find_acceptance, open_acceptance
+    from flexspec.compiler.machine import open_machine
+    from flexspec.compiler.plan_models import check_same_vocabulary, open_profile
+    from flexspec.compiler.problem import Problem
+    from flexspec.errors import PlanError
+    from flexspec.types import DType
+
+    if args.model is None:
+        raise PlanError("no model", "a config.json, a Hugging Face folder or a .gguf file", "name one")
+    if args.objective == "goodput" and not (args.limit_ms and args.limit_ms > 0):
+        raise PlanError("goodput without a limit", "--limit-ms above 0", "pass --limit-ms 50, for example")
+    machine, dtype = open_machine(args.machine), DType(args.dtype)
+    degrees = _degrees(args.degrees, max(kind.devices for kind in machine.kinds))
+    llm = open_profile(args.model, dtype, degrees)
+    ssms = tuple(open_profile(path, dtype, ssm=True) for path in args.ssm)
+    check_same_vocabulary(llm.config, ssms)
+    acceptance = None
+    if args.acceptance:
+        acceptance = open_acceptance(args.acceptance)
+    elif ssms:
+        acceptance = find_acceptance([ssm.name for ssm in ssms])
+    limit_us = args.limit_ms * 1e3 if args.objective == "goodput" else float("inf")
+    entries = acceptance.entries if acceptance else ()
+    problem = Problem(machine, llm, ssms, entries, args.requests, args.context, args.objective, limit_us, degrees)
+    return problem, acceptance
+
+
+def _degrees(text: str | None, largest: int) -> tuple[int, ...]:
+    from flexspec.errors import PlanError
+
+    if text is None:
+        return tuple(1 << i for i in range(largest.bit_length()) if 1 << i <= min(largest, 64))
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and 1 <= int(part) <= 64 for part in parts):
+        raise PlanError(f"--degrees {text}", "whole numbers from 1 to 64, separated by commas", "pass --degrees 1,2,4")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _pareto(problem: Problem, as_json: bool) -> int:
+    from flexspec.compiler.explain import describe
+    from flexspec.compiler.search import no_plan, pareto_front
+
+    front = pareto_front(problem)
+    if not front:
+        raise no_plan(problem)
+    if as_json:
+        rows = [
+            {"ms_per_token": c.per_token_us / 1e3, "tokens_per_s": c.tokens_per_s, "batch": c.batch,
+             "micro_batches": c.micro_batches, "draft": c.entry.draft, "plan": describe(c)} for c in front
+        ]  # fmt: skip
+        print(json.dumps(rows, indent=1))
+        return 0
+    print(f"{'ms a token':>10s}  {'tokens/s':>9s}  batch")
+    for c in front:
+        print(f"{c.per_token_us / 1e3:10.2f}  {c.tokens_per_s:9.1f}  {c.batch:5d}  {c.entry.draft}; {describe(c)}")
+    return 0
+
+
+def _score(args: argparse.Namespace, problem: Problem, acceptance: AcceptanceProfile | None) -> int:
+    from flexspec.compiler.plan_page import plan_json, score_page
+    from flexspec.compiler.plan_toml import read_plan, score_plan
+    from flexspec.compiler.search import search
+    from flexspec.errors import PlanError
+
+    plan = score_plan(problem, read_plan(args.score, problem))
+    try:
+        best = search(problem)[0]
+    except PlanError:  # the plan lies outside the space (its degree was not among those to try)
+        best = None
+    if args.json:
+        body = {**plan_json(problem, plan, None, acceptance), "period_us": plan.period_us}
+        body |= {"per_token_us": plan.per_token_us, "tokens_per_s": plan.tokens_per_s}
+        print(json.dumps(body, indent=1))
+    else:
+        sys.stdout.write(score_page(problem, plan, best))
+    _write(args, problem, plan)
+    return 0
+
+
+def _write(args: argparse.Namespace, problem: Problem, plan: Candidate) -> None:
+    if args.svg:
+        from flexspec.compiler.draw_plan import plan_svg
+
+        args.svg.write_text(plan_svg(problem, plan), encoding="utf-8")

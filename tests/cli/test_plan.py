@@ -1,0 +1,152 @@
+"""``flexspec plan``: the page is frozen, every form works, wrong input is one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from flexspec.cli import main as cli
+from flexspec.compiler.machine import MACHINES
+from flexspec.compiler.plan import plan_from_json
+from repository import ROOT
+
+CONFIGS = ROOT / "examples" / "configs"
+GOLDEN = ROOT / "tests" / "golden" / "plan_llama_65b_a10x4x2.txt"
+PAPER = [
+    "plan", str(CONFIGS / "llama-65b.json"), "--ssm", str(CONFIGS / "llama-68m.json"), "--machine", "a10x4x2",
+    "--context", "512",
+]  # fmt: skip
+HAND = """
+ssm = "first"
+[[stages]]
+blocks = 40
+devices = [0, 1, 2, 3]
+[[stages]]
+blocks = 40
+devices = [4, 5, 6, 7]
+"""
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main([*PAPER, *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_page_is_frozen(capsys: pytest.CaptureFixture[str]) -> None:
+    """FLEXSPEC_UPDATE_GOLDEN=1 writes it anew: read it as a user would before committing it."""
+    code, out, _ = run(capsys, "--requests", "4", "--prove")
+    assert code == 0
+    if os.environ.get("FLEXSPEC_UPDATE_GOLDEN"):
+        GOLDEN.write_text(out)
+    assert out == GOLDEN.read_text()
+
+
+def test_json_holds_the_plan_and_its_proof(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    code, out, _ = run(capsys, "--json", "--prove", "-o", str(path), "--svg", str(picture))
+    body = json.loads(out)
+    plan = plan_from_json(body["plan"])
+    assert code == 0 and plan_from_json(json.loads(path.read_text())) == plan
+    assert [stage.degree for stage in plan.stages] == [4, 4] and plan.devices[:8] == tuple(range(8))
+    assert dict(plan.certificate)["proven"] is True and plan.ladder[0][0] == 1
+    assert sum(body["round_us"].values()) == pytest.approx(dict(plan.predicted)["period_us"])
+    assert body["constants"]["devices.A10.memory_bytes"]["origin"] == "NVIDIA A10 datasheet"
+    root = ElementTree.fromstring(picture.read_text())
+    assert len([each for each in root.iter() if each.tag.endswith("rect")]) > 16
+
+
+def test_a_hand_written_plan_is_priced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "hand.toml"
+    path.write_text(HAND)
+    code, out, _ = run(capsys, "--score", str(path), "--json")
+    priced = json.loads(out)
+    best = json.loads(run(capsys, "--json")[1])
+    assert code == 0 and priced["per_token_us"] >= dict(best["plan"]["predicted"])["per_token_us"]
+    code, out, _ = run(capsys, "--score", str(path))
+    assert code == 0 and "BESIDE THE BEST" in out and "TP 4  A10 0-3" in out
+    path.write_text('draft = "off"\nmicro_batches = 1\n' + HAND)
+    assert json.loads(run(capsys, "--score", str(path), "--json")[1])["per_token_us"] > priced["per_token_us"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("blocks = 40", "blocks = 39", "stages of 79 blocks; expected 80"),
+        ("[4, 5, 6, 7]", "[3, 4, 5, 6]", "a device twice"),
+        ("[4, 5, 6, 7]", "[4, 5, 6, 8]", "device 8"),
+        ("[4, 5, 6, 7]", "[4, 5, 6, -1]", "device -1"),
+        ("[0, 1, 2, 3]", "[0, 1]", "FS502: a rank of stage 0 (40 blocks, degree 2, A10) needs"),
+        ("[0, 1, 2, 3]", "[0, 1, 2]", "stage 0 of degree 3"),
+        ("[4, 5, 6, 7]", "[]", "a device or more"),
+        ('ssm = "first"', 'ssm = "middle"', "ssm = 'middle'"),
+        ('ssm = "first"', 'ssm = "own"', "ssm_devices"),
+        ('ssm = "first"', 'colour = "red"', "unknown key colour"),
+        ('ssm = "first"', 'draft = "chain:99"', "one of the acceptance profile"),
+        ('ssm = "first"', "batch = 7", "batch 7"),
+        ("[[stages]]", "[[stages]", "hand.toml"),
+    ],
+)
+def test_wrong_plans_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    path = tmp_path / "hand.toml"
+    path.write_text(HAND.replace(old, new, 1))
+    code, _, err = run(capsys, "--score", str(path))
+    assert code == 2 and message in err and "Fix:" in err
+
+
+def test_stages_stay_inside_a_node(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "hand.toml"
+    path.write_text(HAND.replace("[0, 1, 2, 3]", "[0, 1, 2, 4]").replace("[4, 5, 6, 7]", "[3, 5, 6, 7]"))
+    code, _, err = run(capsys, "--score", str(path))
+    assert code == 2 and "2 nodes" in err
+
+
+def test_front_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--pareto", "--requests", "4", "--json")
+    rows = json.loads(out)
+    assert code == 0 and len(rows) >= 2 and rows[0]["ms_per_token"] < rows[-1]["ms_per_token"]
+    assert "tokens/s" in run(capsys, "--pareto")[1]
+    assert cli.main(["plan", "--machine", "list"]) == 0
+    assert "SpecInfer test bed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--machine", "abacus"], "machine 'abacus'"),
+        (["--acceptance", "abacus"], "acceptance profile 'abacus'"),
+        (["--requests", "0"], "0 requests"),
+        (["--context", "999999"], "1 to 2048"),
+        (["--objective", "goodput"], "--limit-ms"),
+        (["--objective", "goodput", "--limit-ms", "0.001"], "meets 1 us a token"),
+        (["--degrees", "2,x"], "--degrees 2,x"),
+        (["--machine", "a10"], "no plan of llama-65b on a10 fits"),
+        (["--ssm", str(CONFIGS / "opt-125m.json")], "vocabulary of 50272"),
+    ],
+)
+def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and out == "" and message in err and err.count("\n") == 1
+
+
+def test_models_without_a_shipped_profile_say_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(CONFIGS / "opt-30b.json"), "--ssm", str(CONFIGS / "opt-125m.json"), "--machine", "a10x4"]
+    assert cli.main(arguments) == 2
+    assert "no acceptance profile for opt-125m" in capsys.readouterr().err
+    assert cli.main([*arguments, "--acceptance", "specinfer-llama-7b"]) == 0
+    out = capsys.readouterr().out
+    assert "priced only, not served" in out and "measured with llama-7b, not with opt-30b" in out
+
+
+def test_a_machine_file_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text((MACHINES / "h100x8.toml").read_text().replace("devices = 8", "devices = 6", 1))
+    code, out, _ = run(capsys, "--machine", str(path))
+    assert code == 0 and "(6 devices, 1 node)" in out
+    assert "no model" in (cli.main(["plan", "--machine", "a10"]), capsys.readouterr().err)[1]
