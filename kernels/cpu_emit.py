@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from flexspec.errors import CompileError
 from flexspec.graph import Node
-from flexspec.kernels.cpu_plan import Place
+from flexspec.kernels.cpu_exchange import embedding_share, exchange, send
+from flexspec.kernels.cpu_plan import Place, kernel_of
 from flexspec.kernels.cpu_render import Emit, Emitter, record_expression
 from flexspec.ops.linear import group_parts
 from flexspec.types import Role
@@ -56,12 +57,11 @@ def _kind(e: Emitter, place: Place) -> str:
 
 def embedding(e: Emitter, index: int, node: Node) -> None:
     ids, table = node.inputs
-    if node.attrs:
-        raise CompileError(
-            f"an embedding of a part of the vocabulary ({node.attrs})", "a whole table", "plan one rank a stage"
-        )
     if e.graph.inputs[0].name != ids:
         raise CompileError(f"embedding reads {ids}", "the step's ids_T", "feed token ids straight into embedding")
+    if node.attrs:  # first_row
+        embedding_share(e, node, _matrix(e, table))
+        return
     out = e.allocate(node.outputs[0].name, elem=False)
     e.call(f"embedding<{e.elem}, {e.columns(table)}>(c, tid, s.T, s.ids, {_matrix(e, table)}, {e.rows(out)})")
 
@@ -201,7 +201,8 @@ def view(e: Emitter, index: int, node: Node) -> None:
 def export_features(e: Emitter) -> None:
     """Copy the graph's feature outputs, side by side, to the caller's buffer."""
     types = e.graph.types()
-    names = [n for n in e.graph.outputs[1:] if types[n].role is Role.ACTIVATION]
+    sent = {value.name for node in e.graph.nodes if kernel_of(node) == "send" for value in node.outputs}
+    names = [n for n in e.graph.outputs[1:] if types[n].role is Role.ACTIVATION and n not in sent]
     total = sum(e.columns(name) for name in names)
     if names:
         e.lines.append("    if (s.features_out) {")
@@ -225,4 +226,6 @@ EMITTERS: dict[str, Emit] = {
     "rowwise": rowwise,
     "select_rows": select_rows,
     "view": view,
+    "exchange": exchange,
+    "send": send,
 }

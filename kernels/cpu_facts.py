@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from flexspec.errors import CompileError
 from flexspec.graph import Graph
 from flexspec.kernels.cpu_pack import PackedWeight, packed_bytes
+from flexspec.kernels.cpu_plan import sends_only
 from flexspec.models.registry import expected_weights
 from flexspec.types import DType, Role
 
@@ -50,15 +51,16 @@ def read_facts(library: ctypes.CDLL) -> ProgramFacts:
 def facts_of(graph: Graph, table: tuple[PackedWeight, ...], dtype: DType, feature_columns: int) -> ProgramFacts:
     """The facts of a graph with its weight table. Positions end where the shortest rotary table does.
 
-    Raises CompileError when the logits or the embedding have no fixed size.
+    A stage before the last has no logits. Raises CompileError when the logits or the embedding have no fixed size.
     """
     types = graph.types()
-    tables = [types[node.inputs[1]].dims[0] for node in graph.nodes if node.op == "embedding"]
+    # A rank that holds a part of the vocabulary reads any id: those of others give zeros.
+    tables = [types[node.inputs[1]].dims[0] for node in graph.nodes if node.op == "embedding" and not node.attrs]
     limits = [node.attr("max_positions") for node in graph.nodes if node.op == "rope"]
     read = [value.type.dims[-1] for value in graph.inputs if value.type.role is Role.ACTIVATION]
     shapes: Mapping[str, tuple[int, ...]] = expected_weights(graph)
     return ProgramFacts(
-        outputs=_size(graph, types[graph.outputs[0]].dims[-1]),
+        outputs=0 if sends_only(graph) else _size(graph, types[graph.outputs[0]].dims[-1]),
         id_rows=min((_size(graph, rows) for rows in tables), default=NO_LIMIT),
         max_positions=min((limit for limit in limits if isinstance(limit, int)), default=NO_LIMIT),
         feature_columns=feature_columns,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,21 @@ class _Step(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         ("features_out", ctypes.c_void_p),
     ]
+
+
+# Called at each exchange with other ranks: (node, rows, in, in_ld, out, out_ld), see kernels/cpu_exchange.py.
+_ON_EXCHANGE = ctypes.CFUNCTYPE(
+    None, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int
+)
+Rows = NDArray[np.float32]
+OnExchange = Callable[[int, Rows | None, Rows | None], None]  # (node, rows [n, ld] to give, rows [n, ld] to fill)
+
+
+def _rows(address: int | None, rows: int, stride: int) -> Rows | None:
+    """Rows of a program's arena, in place."""
+    if not address:
+        return None
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (rows, stride))
 
 
 def _address(array: NDArray[np.generic] | None) -> int | None:
@@ -91,8 +106,14 @@ class CpuLibrary:
         argmax_L: NDArray[np.int32],
         logits_LV: NDArray[np.float32] | None,
         features_out: NDArray[np.float32] | None,
+        on_exchange: OnExchange | None = None,
+        first_id: int = 0,
     ) -> None:
-        """Run one step over C-contiguous arrays named as in runtime/step.py. Raises EngineError when it is refused."""
+        """Run one step over C-contiguous arrays named as in runtime/step.py. Raises EngineError when it is refused.
+
+        ``on_exchange`` is called where a rank meets others, on this thread; rows that it is given are valid during the
+        call only, and what it raises is raised here. ``first_id``: where the rank's part of the vocabulary begins.
+        """
         ids, table, words = arrays["ids"], arrays["page_table"], arrays["ancestors"]
         assert ids is not None and table is not None and words is not None
         block = _Step(len(ids), table.shape[0], table.shape[1], words.shape[1], len(argmax_L))
@@ -100,10 +121,35 @@ class CpuLibrary:
             setattr(block, name, _address(array))
         block.argmax, block.logits = _address(argmax_L), _address(logits_LV)
         block.features_out = _address(features_out)
-        if self._lib.fs_step(ctypes.c_void_p(self._ctx), ctypes.byref(block)):
+        failed: list[BaseException] = []
+        keep_alive = self._listen(on_exchange, first_id, failed)
+        refused = self._lib.fs_step(ctypes.c_void_p(self._ctx), ctypes.byref(block))
+        del keep_alive
+        if failed:
+            raise failed[0]
+        if refused:
             raise EngineError(
                 f"a step of {len(ids)} rows", "no more rows than max_rows", "lower the batch or tree size"
             )
+
+    def _listen(self, on_exchange: OnExchange | None, first_id: int, failed: list[BaseException]) -> object:
+        """Tell the program whom to call at exchanges; after a failure the step only runs to its end."""
+        if not hasattr(self._lib, "fs_on_exchange"):
+            return None
+        if on_exchange is None:
+            raise EngineError("one rank's program alone", "all ranks of its plan", "run it by its plan")
+        call = on_exchange
+
+        def listen(node: int, rows: int, source: int | None, stride: int, target: int | None, out_stride: int) -> None:
+            if not failed:
+                try:
+                    call(node, _rows(source, rows, stride), _rows(target, rows, out_stride))
+                except BaseException as error:  # an exception must not cross C code
+                    failed.append(error)
+
+        listener = _ON_EXCHANGE(listen)
+        self._lib.fs_on_exchange(listener, ctypes.c_int(first_id))
+        return listener
 
     def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Indices and softmax probabilities [L, k] as templates/cpu/top.h makes them; ``k`` at most the columns."""

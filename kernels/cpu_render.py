@@ -13,7 +13,17 @@ from flexspec.errors import CompileError
 from flexspec.graph import Graph, Node
 from flexspec.kernels.cpu_facts import SYMBOL, ProgramFacts, facts_of
 from flexspec.kernels.cpu_pack import PackedWeight
-from flexspec.kernels.cpu_plan import Arena, Place, Roots, element_type, kernel_of, row_stride, width
+from flexspec.kernels.cpu_plan import (
+    Arena,
+    Place,
+    Roots,
+    element_type,
+    has_exchanges,
+    kernel_of,
+    row_stride,
+    sends_only,
+    width,
+)
 from flexspec.ops.record import record_of
 from flexspec.types import DType, Role
 
@@ -137,9 +147,10 @@ Emit = Callable[[Emitter, int, Node], None]
 def render(graph: Graph) -> CpuProgram:
     """The C++ program of a lowered graph. Raises CompileError for what no template covers."""
     from flexspec.kernels.cpu_emit import EMITTERS, export_features
-    from flexspec.text import print_node
+    from flexspec.kernels.cpu_exchange import comment_of
 
-    _check_logits(graph)
+    if not sends_only(graph):
+        _check_logits(graph)
     e = Emitter(graph, Roots(graph), element_type(graph))
     for i, node in enumerate(graph.nodes):
         kernel = kernel_of(node)
@@ -150,7 +161,7 @@ def render(graph: Graph) -> CpuProgram:
                 "give its record a known key, or add a template and an emitter in kernels/cpu_emit.py",
             )
         if kernel != "view":
-            comment = f"    // {print_node(node)}"
+            comment = f"    // {comment_of(node)}"
             start = len(e.lines)
             EMITTERS[kernel](e, i, node)
             at = start + 1 if len(e.lines) > start and e.lines[start] == BARRIER else start
@@ -167,6 +178,8 @@ def render(graph: Graph) -> CpuProgram:
 
 
 def _finish(e: Emitter) -> CpuProgram:
+    from flexspec.kernels.cpu_exchange import ENTRY, HELPERS
+
     offsets, total = [], 0
     for row_bytes in e.arena.row_bytes:
         offsets.append(total)
@@ -176,10 +189,11 @@ def _finish(e: Emitter) -> CpuProgram:
     if e.layer_types:
         elem, _, kv_heads, size = e.layer_types[0].split(", ")
         kv = f"KvLayout<{elem}, {kv_heads}, {size}>"
+    ranked = has_exchanges(e.graph)
     facts = facts_of(e.graph, tuple(e.table), e.dtype, e.feature_column)
     source = PROGRAM.format(
-        name=e.graph.name,
-        hash=e.graph.hash(),
+        name=e.graph.name.rpartition(".rank")[0] if ranked else e.graph.name,
+        hash="of a rank" if ranked else e.graph.hash(),
         offsets=", ".join(str(o) for o in offsets) or "0",
         row_bytes=total,
         layers=len(e.layer_types),
@@ -189,6 +203,8 @@ def _finish(e: Emitter) -> CpuProgram:
         if kv
         else "(void)layer, (void)n, (void)src, (void)dst",
         body="\n".join(e.lines),
+        helpers=HELPERS if ranked else "",
+        entry=ENTRY if ranked else "",
         symbol=SYMBOL,
         facts=", ".join(str(number) for number in facts.numbers()),
     )
@@ -247,7 +263,7 @@ namespace {{
 using namespace fs;
 
 constexpr size_t kOffset[] = {{{offsets}}};  // bytes a row, times the padded row count
-
+{helpers}
 struct Program {{
   static constexpr size_t row_bytes = {row_bytes};
   static constexpr int layers = {layers};
@@ -265,7 +281,7 @@ struct Program {{
 }}  // namespace
 
 FS_ENTRY(Program)
-
+{entry}
 // Kept by kernels/cpu_facts.py: how many numbers follow, five sizes, the bytes of each weight.
 extern "C" {{
 extern const long long {symbol}[];

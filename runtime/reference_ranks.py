@@ -1,12 +1,11 @@
 """All ranks of a partitioned model in one process, on the torch references: the oracle for every distributed run.
 
-The transport is a table: a rank runs until it has to wait for another, then the next one does. Exchanges are computed
-by their records' references, in the order of their groups, so that a run is the same every time.
+A rank runs until it has to wait for another, then the next one does (reference_transport.py). Nothing depends on
+timing, so that a run is the same every time.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -16,15 +15,11 @@ from numpy.typing import NDArray
 from flexspec.compiler.partition import RankPart
 from flexspec.compiler.shares import cut_weights
 from flexspec.errors import EngineError
-from flexspec.graph import Node
-from flexspec.kernels.reference import Exchange, Walk, walk_graph
-from flexspec.ops.record import record_of
+from flexspec.kernels.reference import Walk, walk_graph
 from flexspec.runtime.reference_executor import empty_caches, move_slots, step_result, step_tensors, weight_tensors
+from flexspec.runtime.reference_transport import MeetingTable, Tensors, run_ranks
 from flexspec.runtime.step import StepBatch, StepResult
 from flexspec.runtime.top_successors import top_successors
-
-Tensors = dict[str, torch.Tensor]
-Meeting = tuple[object, ...]  # what tells one exchange from all others of a step
 
 
 class ReferenceRanks:
@@ -68,7 +63,7 @@ class ReferenceRanks:
         for part in self.parts:
             inputs = {**step_tensors(part.graph, batch), **self._weights[part.rank], **self._caches[part.rank]}
             walks[part.rank] = walk_graph(part.graph, inputs)
-        transport = _Transport()
+        transport = MeetingTable()
         outputs = run_ranks(walks, transport)
         self.traffic = transport.count
         return outputs
@@ -90,72 +85,3 @@ class ReferenceRanks:
         """Drop the pools and the weights."""
         self._caches.clear()
         self._weights.clear()
-
-
-def run_ranks(walks: Mapping[int, Walk], transport: _Transport) -> dict[int, Tensors]:
-    """The outputs of all ranks. Raises EngineError when all that are left wait."""
-    outputs: dict[int, Tensors] = {}
-    ready: deque[tuple[int, tuple[torch.Tensor, ...] | None]] = deque((rank, None) for rank in walks)
-    while ready:
-        rank, results = ready.popleft()
-        try:
-            exchange = walks[rank].send(results) if results is not None else next(walks[rank])
-        except StopIteration as done:
-            outputs[rank] = done.value
-            continue
-        ready.extend(transport.meet(rank, exchange))
-    if len(outputs) < len(walks):
-        raise EngineError(
-            f"ranks {sorted(walks.keys() - outputs.keys())} wait for others: {transport.waiting()}",
-            "exchanges that all ranks of a group reach in the same order",
-            "partition the graph again; parts of two plans do not fit",
-        )
-    return outputs
-
-
-class _Transport:
-    """Who has arrived at which exchange of a step."""
-
-    def __init__(self) -> None:
-        self.count: dict[str, int] = {}
-        self._arrived: dict[Meeting, dict[int, Exchange]] = {}
-        self._done: dict[tuple[object, ...], int] = {}  # meetings of a group by rank, so that the next one is another
-
-    def meet(self, rank: int, exchange: Exchange) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
-        """Take a rank's operands; give the results to all who can go on."""
-        node, _ = exchange
-        members = _members(rank, node)
-        kind = "hop" if node.op in ("send", "recv") else node.op
-        channel = (dict(node.attrs)["channel"],) if kind == "hop" else ()
-        key = (kind, members, *channel)
-        number = self._done[key, rank] = self._done.get((key, rank), 0) + 1
-        arrived = self._arrived.setdefault((key, number), {})
-        arrived[rank] = exchange
-        if len(arrived) < len(members):
-            return []
-        del self._arrived[key, number]
-        self.count[kind] = self.count.get(kind, 0) + 1
-        node = arrived[members[0]][0]
-        operands = [tensor for member in members for tensor in arrived[member][1]]
-        results = record_of(node).reference(operands, dict(node.attrs))
-        return [(member, results) for member in members]
-
-    def waiting(self) -> str:
-        return "; ".join(f"{key} has {sorted(arrived)}" for (key, _), arrived in self._arrived.items()) or "nobody"
-
-
-def _members(rank: int, node: Node) -> tuple[int, ...]:
-    """The ranks of an exchange; of a hop the sender, then the receiver."""
-    attrs = dict(node.attrs)
-    if node.op == "send":
-        return rank, _int(attrs["to"])
-    if node.op == "recv":
-        return _int(attrs["source"]), rank
-    ranks = attrs["ranks"]
-    assert isinstance(ranks, tuple)
-    return tuple(_int(each) for each in ranks)
-
-
-def _int(value: object) -> int:
-    assert isinstance(value, int)
-    return value

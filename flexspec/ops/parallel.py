@@ -222,7 +222,7 @@ SEND = register(
         bytes=io_bytes,
         layouts=(),
         reference=_same,
-        kernel=_EXCHANGE,
+        kernel=KernelKey(cpu="send", triton="exchange"),
         attrs={"to": int, "channel": int},
         exchange=True,
     )
