@@ -14,6 +14,7 @@ from flexspec.errors import ArtifactError, CompileError, ModelFileError
 if TYPE_CHECKING:
     from flexspec.compiler.artifact import Artifact
     from flexspec.compiler.frontends.loaded_model import LoadedModel
+    from flexspec.compiler.pipeline import Pass
     from flexspec.graph import Graph
 
 EPILOG = """\
@@ -44,14 +45,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--canonical", action="store_true", help="the graph as built (default for a model)")
     form.add_argument("--lowered", action="store_true", help="the graph after all passes (what an artifact holds)")
     parser.add_argument("--dtype", choices=("bf16", "f32"), help="dtype of a model's graph (default bf16)")
+    parser.add_argument(
+        "--partition", type=Path, metavar="PLAN.json", help="cut a model as a plan says: a page of its ranks"
+    )
+    parser.add_argument("--rank", type=int, help="with --partition: the page of one rank, or its graph with --emit")
     parser.add_argument("--json", action="store_true", help="the page as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.json and args.emit:
         raise CompileError("--json and --emit together", "one of them", "use --emit=json for the graph")
-    sys.stdout.write(_emit(_graph(args), args.emit) if args.emit else _page(args))
+    if args.rank is not None and args.partition is None:
+        raise CompileError(f"--rank {args.rank} without a plan", "--partition PLAN.json", "give the plan")
+    if args.partition is not None:
+        sys.stdout.write(_parts(args))
+    else:
+        sys.stdout.write(_emit(_graph(args), args.emit) if args.emit else _page(args))
     return 0
+
+
+def _parts(args: argparse.Namespace) -> str:
+    from flexspec.cli import inspect_parts as ranks
+    from flexspec.cli.inspect_page import show
+
+    if is_artifact(args.what):
+        raise ArtifactError(
+            f"--partition of {args.what.name}", "a model or its graph as built", "inspect the model file"
+        )
+    if args.emit and args.rank is None:
+        raise CompileError("--emit of all ranks", "one graph", "choose a rank with --rank")
+    whole = _read_graph(args.what) if is_graph(args.what) else _canonical(_open_model(args.what), args)
+    plan = ranks.read_plan(args.partition)
+    parts = ranks.cut_parts(whole, plan, _passes(args) if args.lowered else None)
+    if args.rank is None:
+        page = ranks.parts_page(parts, plan)
+    else:
+        part = ranks.part_of(parts, args.rank)
+        if args.emit:
+            return _emit(part.graph, args.emit)
+        page = ranks.rank_page(part, plan, "lowered" if args.lowered else "canonical")
+    return json.dumps(page, indent=1) + "\n" if args.json else show(page)
 
 
 def _emit(graph: Graph, form: str) -> str:
@@ -137,12 +170,20 @@ def _canonical(model: LoadedModel, args: argparse.Namespace) -> Graph:
 
 def _lower(graph: Graph, args: argparse.Namespace) -> Graph:
     """The graph after the passes of ``--model``, if they were asked for."""
-    from flexspec.compiler.pipeline import LLM_PASSES, SSM_PASSES, run_passes
+    from flexspec.compiler.pipeline import run_passes
+
+    passes = _passes(args)
+    return run_passes(graph, passes) if args.lowered else graph
+
+
+def _passes(args: argparse.Namespace) -> tuple[Pass, ...]:
+    """The passes of ``--model``. Raises CompileError for a name of no model."""
+    from flexspec.compiler.pipeline import LLM_PASSES, SSM_PASSES
 
     name = args.model or "llm"
     if not re.fullmatch(r"llm|ssm\d*", name):
         raise CompileError(f"--model {name}", "llm, ssm, ssm2, ...", "say whose passes are meant")
-    return run_passes(graph, LLM_PASSES if name == "llm" else SSM_PASSES) if args.lowered else graph
+    return LLM_PASSES if name == "llm" else SSM_PASSES
 
 
 def _open(path: Path) -> Artifact:

@@ -1,0 +1,100 @@
+"""``flexspec inspect MODEL --partition PLAN.json``: what each rank of a plan would hold and run.
+
+Cuts the graph as a distributed run does; weights are only named, not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexspec.errors import CompileError, ModelFileError
+from flexspec.types import Role
+
+if TYPE_CHECKING:
+    from flexspec.cli.inspect_page import Page
+    from flexspec.compiler.partition import RankPart
+    from flexspec.compiler.plan import Plan
+    from flexspec.compiler.shares import WeightSlice
+    from flexspec.graph import Graph
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan that ``flexspec plan -o`` wrote. Raises ModelFileError or ArtifactError."""
+    from flexspec.compiler.plan import plan_from_json
+
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelFileError(
+            f"{path}: {error}", "a plan as JSON", "write one with flexspec plan -o PLAN.json"
+        ) from None
+    return plan_from_json(body)
+
+
+def cut_parts(graph: Graph, plan: Plan, passes: Sequence[Any] | None) -> tuple[RankPart, ...]:
+    """The parts of all ranks, after the passes if there are any. Raises PartitionError."""
+    from flexspec.compiler.partition import partition
+    from flexspec.compiler.pipeline import lower_ranks
+
+    return partition(graph, plan.stages) if passes is None else lower_ranks(graph, plan.stages, passes)
+
+
+def part_of(parts: Sequence[RankPart], rank: int) -> RankPart:
+    """The part of a rank. Raises CompileError for one that the plan has not."""
+    for part in parts:
+        if part.rank == rank:
+            return part
+    known = ", ".join(str(part.rank) for part in parts)
+    raise CompileError(f"--rank {rank}", f"a rank of the plan's stages: {known}", "choose one of them")
+
+
+def parts_page(parts: Sequence[RankPart], plan: Plan) -> Page:
+    """A line a rank."""
+    return {"ranks": [_row(part, plan) for part in parts]}
+
+
+def rank_page(part: RankPart, plan: Plan, form: str) -> Page:
+    """One rank: its graph, and how its weights are cut."""
+    from flexspec.cli.inspect_page import graph_page
+
+    weights = [{"weight": each.name, "dims": _dims(each.dims()), "of": _dims(each.source_dims), "is": _cut(each)}
+               for each in part.weights]  # fmt: skip
+    return {"rank": _row(part, plan), **graph_page(part.graph, form), "weights": weights}
+
+
+def _row(part: RankPart, plan: Plan) -> dict[str, Any]:
+    from flexspec.ops.record import record_of
+
+    stage = plan.stages[part.stage]
+    caches = part.graph.inputs_of(Role.KV)
+    exchanges = Counter(node.op for node in part.graph.nodes if record_of(node).exchange)
+    return {
+        "rank": part.rank,
+        "stage": part.stage,
+        "blocks": f"{stage.first_block}-{stage.end_block - 1}",
+        "degree": stage.degree,
+        "parameter_bytes": sum(value.type.bytes({}) for value in part.graph.inputs_of(Role.WEIGHT)),
+        "kv_bytes_a_token": sum(value.type.bytes({"P": 1}) // _page_tokens(value.type.dims[1]) for value in caches),
+        "exchanges": ", ".join(f"{count} {op}" for op, count in sorted(exchanges.items())) or "none",
+    }
+
+
+def _page_tokens(dim: int | str) -> int:
+    assert isinstance(dim, int), "a page has a fixed number of tokens"
+    return dim
+
+
+def _dims(dims: Sequence[int]) -> str:
+    return "[" + ",".join(str(dim) for dim in dims) + "]"
+
+
+def _cut(each: WeightSlice) -> str:
+    if each.zeros:
+        return "zeros, another rank holds it"
+    if each.dim is None:
+        return "whole"
+    return f"{each.first} to {each.end} of dim {each.dim}"
