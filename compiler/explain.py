@@ -87,7 +87,7 @@ def describe(plan: Candidate) -> str:
 
 def _notes(problem: Problem, best: Candidate, by_hand: list[Candidate], measured_with: str) -> list[str]:
     notes = []
-    if measured_with and measured_with != problem.llm.name:
+    if measured_with and not problem.llm.name.lower().startswith(measured_with.lower()):
         notes.append(f"tokens a round were measured with {measured_with}, not with {problem.llm.name}: they may differ")
     idle = problem.machine.devices - sum(cut.degree for cut in best.cuts)
     idle -= len(problem.ssms) if best.place.name == "own" else 0

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from flexspec.compiler.stage_program import INF, StageProgram, Vector
 from flexspec.errors import PlanError
 
 MAX_STATES = 20_000
+WORTH_TELLING = 2.0  # a place whose best plan takes this many times the time is left out
+_ORDER = ("first", "last", "all", "own", "none")  # the likeliest first: what they find cuts the others short
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +56,18 @@ class Candidate:
 
 
 def search(problem: Problem, *, degrees: Sequence[int] = (), places: Sequence[SsmPlace] = ()) -> list[Candidate]:
-    """The best plan first, then the best of every other SSM place. Raises PlanError if no plan fits.
+    """The best plan first, then the best of other SSM places that are not far behind. Raises PlanError if nothing fits.
 
     ``degrees`` and ``places`` narrow the search; by default all that are legal are tried.
     """
     best: dict[SsmPlace, Candidate] = {}
-    for place in places or problem.places():
-        found = _search_place(problem, place, tuple(degrees) or problem.legal_degrees)
+    cutoff = INF
+    for place in sorted(places or problem.places(), key=lambda each: _ORDER.index(each.name)):
+        limit = INF if place.name == "none" else cutoff
+        found = _Place(problem, place, tuple(degrees) or problem.legal_degrees).best(limit)
         if found:
             best[place] = found
+            cutoff = min(cutoff, WORTH_TELLING * found.value_us)
     if not best:
         raise no_plan(problem)
     return sorted(best.values(), key=lambda each: each.value_us)
@@ -71,7 +77,6 @@ def no_plan(problem: Problem) -> PlanError:
     """Why nothing fits: the byte table of the least block on the largest degree, or the latency limit."""
     from flexspec.compiler.memory import rank_bytes
 
-    degree = max(problem.legal_degrees)
     kind = max(problem.machine.kinds, key=lambda each: each.device.memory_bytes.effective)
     degree = max((d for d in problem.legal_degrees if d <= kind.devices), default=1)
     parts = rank_bytes(problem.llm, degree, 1, problem.workload, kind.device, first=True, last=False)
@@ -99,8 +104,9 @@ def pareto_front(problem: Problem) -> list[Candidate]:
     return front
 
 
-def _search_place(problem: Problem, place: SsmPlace, degrees: tuple[int, ...]) -> Candidate | None:
-    return _Place(problem, place, degrees).best()
+def _period_of(problem: Problem, entry: DraftEntry, batch: int, value: float) -> float:
+    """The period at which a combination has this value (the inverse of value_us)."""
+    return value * entry.committed_tokens * (1 if problem.objective == "latency" else batch)
 
 
 class _Place:
@@ -128,22 +134,23 @@ class _Place:
         entries = self.problem.entries_at(self.place)
         return [(e, batch, m) for e in entries for batch in batches for m in micro_batch_counts(batch)]
 
-    def best(self) -> Candidate | None:
+    def best(self, cutoff: float) -> Candidate | None:
+        """The best plan below ``cutoff``. Combinations are tried in the order of a bound from below."""
         solvers: dict[tuple[DraftEntry, int], _Solver] = {}
         bounds = []
         for entry, batch, count in self.combinations():
             key = (entry, -(-batch // count))
             if key not in solvers:
-                solvers[key] = _Solver(self, Prices(self.problem, self.place, entry, key[1]))
-            least = solvers[key].least_period_us(count)
-            bounds.append((value_us(self.problem, entry, batch, least), entry, batch, count))
+                solvers[key] = _Solver(self, *key)
+            bound = value_us(self.problem, entry, batch, solvers[key].least_period_us(count))
+            bounds.append((bound, entry, batch, count, solvers[key]))
         best: Candidate | None = None
-        for bound, entry, batch, count in sorted(bounds, key=lambda item: item[0]):
-            if math.isinf(bound) or (best and bound >= best.value_us):
+        for bound, entry, batch, count, solver in sorted(bounds, key=lambda item: item[0]):
+            if math.isinf(bound) or bound >= cutoff:
                 break
-            found = self.candidate(solvers[entry, -(-batch // count)], entry, batch, count)
-            if found and (best is None or found.value_us < best.value_us):
-                best = found
+            found = self.candidate(solver, entry, batch, count, cutoff)
+            if found and found.value_us < cutoff:
+                best, cutoff = found, found.value_us
         return best
 
     def all_candidates(self) -> list[Candidate]:
@@ -151,13 +158,13 @@ class _Place:
         for entry in self.problem.entries_at(self.place):
             for batch in self.problem.batches:
                 for count in micro_batch_counts(batch):
-                    solver = _Solver(self, Prices(self.problem, self.place, entry, -(-batch // count)))
-                    each = self.candidate(solver, entry, batch, count)
+                    each = self.candidate(_Solver(self, entry, -(-batch // count)), entry, batch, count, INF)
                     found += [each] if each else []
         return found
 
-    def candidate(self, solver: _Solver, entry: DraftEntry, batch: int, count: int) -> Candidate | None:
-        period_us, cuts = solver.best_period(count)
+    def candidate(self, solver: _Solver, entry: DraftEntry, batch: int, count: int, cutoff: float) -> Candidate | None:
+        """The best plan of a combination, if there is one below ``cutoff`` (and within the limit)."""
+        period_us, cuts = solver.best_period(count, _period_of(self.problem, entry, batch, cutoff))
         value = value_us(self.problem, entry, batch, period_us)
         return None if math.isinf(value) else Candidate(value, period_us, self.place, entry, batch, count, cuts)
 
@@ -165,12 +172,15 @@ class _Place:
 class _Solver:
     """Least latency under a bound on the busiest part, for one set of prices."""
 
-    def __init__(self, where: _Place, prices: Prices) -> None:
-        self.where, self.prices = where, prices
+    def __init__(self, where: _Place, entry: DraftEntry, requests: int) -> None:
+        self.where, self.prices = where, Prices(where.problem, where.place, entry, requests)
         self.blocks = where.problem.llm.blocks
-        self.costs = {key: self._stage_costs(*key) for key in where.caps}
-        self.solved: dict[float, tuple[float, tuple[Cut, ...]]] = {}
-        self.values = self._values()
+        self.hops: dict[tuple[int, int, int, bool], float] = {}
+        self.solved: dict[float, tuple[float, float, tuple[Cut, ...]]] = {}  # by beta: ceiling, latency, cuts
+
+    @cached_property
+    def costs(self) -> dict[tuple[int, int, bool, bool], Vector]:
+        return {key: self._stage_costs(*key) for key in self.where.caps}
 
     def _stage_costs(self, kind: int, degree: int, first: bool, last: bool) -> Vector:
         """Time by number of blocks; inf where the stage does not fit (and for no blocks)."""
@@ -181,7 +191,8 @@ class _Solver:
         times[max(0, self.where.caps[kind, degree, first, last]) + 1 :] = INF
         return np.asarray(times, np.float64)
 
-    def _values(self) -> Vector:
+    @cached_property
+    def values(self) -> Vector:
         """What the bottleneck can be, ascending, from the least that every plan has."""
         floor = self.prices.fixed_bottleneck_us
         found = [floor, *(self.hop_us(*key) for key in self._hop_keys())]
@@ -197,38 +208,62 @@ class _Solver:
         return [(k, a, b, new) for k in kinds for a in degrees for b in degrees for new in news]
 
     def hop_us(self, kind: int, source: int, target: int, new_node: bool) -> float:
-        return self.prices.hop_us(kind, source, target, new_node=new_node)
+        key = (kind, source, target, new_node)
+        if key not in self.hops:
+            self.hops[key] = self.prices.hop_us(kind, source, target, new_node=new_node)
+        return self.hops[key]
 
-    def latency(self, beta: float) -> tuple[float, tuple[Cut, ...]]:
-        """The least latency with no part busier than ``beta``, and its cuts; inf when there is none."""
-        if beta not in self.solved:
-            self.solved[beta] = self._program(beta).solve()
-        return self.solved[beta]
+    def latency(self, beta: float, ceiling_us: float) -> tuple[float, tuple[Cut, ...]]:
+        """The least latency with no part busier than ``beta``, and its cuts; inf when none is below the ceiling."""
+        known = self.solved.get(beta)
+        if known is None or (math.isinf(known[1]) and known[0] < ceiling_us):
+            self.solved[beta] = known = (ceiling_us, *self._program(beta, ceiling_us).solve())
+        return known[1:] if known[1] < ceiling_us else (INF, ())
 
-    def _program(self, beta: float) -> StageProgram:
+    def _program(self, beta: float, ceiling_us: float) -> StageProgram:
         limit = beta - self.prices.each_us
         costs = {key: np.where(times <= limit, times, INF) for key, times in self.costs.items()}
-        where = self.where
-        return StageProgram(where.pools, where.degrees, self.blocks, costs, self.hop_us, beta, self.prices.fixed_us)
+        where, fixed_us = self.where, self.prices.fixed_us
+        rest_us = min((block for block, _ in self._block_us()), default=0.0)
+        return StageProgram(
+            where.pools, where.degrees, self.blocks, costs, self.hop_us, beta, fixed_us, rest_us, ceiling_us
+        )
+
+    def _block_us(self) -> list[tuple[float, int]]:
+        """(time of a block, degree) for every kind of device and degree."""
+        kinds = dict.fromkeys(pool.kind for pool in self.where.pools)
+        return [(self.prices.unit_us(kind, d, "block"), d) for kind in kinds for d in self.where.degrees]
 
     def least_period_us(self, count: int) -> float:
-        """A bound from below: the latency without a limit, and the work of the fixed parts."""
-        return max(self.latency(INF)[0], count * float(self.values[0]))
+        """A bound from below: blocks at their fastest, and their device time shared evenly by all devices."""
+        fit = self._block_us()
+        if not fit:
+            return INF
+        devices = sum(pool.devices * pool.count for pool in self.where.pools)
+        latency = self.prices.fixed_us + self.blocks * min(block for block, _ in fit)
+        shared = self.blocks * min(block * degree for block, degree in fit) / devices + self.prices.each_us
+        least = max(latency, count * max(shared, self.prices.fixed_bottleneck_us))
+        return least * (1 - 1e-12)  # sums in another order must not exceed what they bound
 
-    def best_period(self, count: int) -> tuple[float, tuple[Cut, ...]]:
-        """min over plans of max(latency, count * bottleneck): the crossing of a falling and a rising curve."""
-        if count == 1 or math.isinf(self.latency(INF)[0]):
-            return self.latency(INF)
+    def best_period(self, count: int, ceiling_us: float) -> tuple[float, tuple[Cut, ...]]:
+        """min over plans of max(latency, count * bottleneck): the crossing of a falling and a rising curve.
+
+        Only periods below the ceiling are looked for: such a plan has no part busier than its share of the ceiling.
+        """
+        if count == 1:
+            return self.latency(INF, ceiling_us)
+        if math.isinf(self.latency(INF if math.isinf(ceiling_us) else ceiling_us / count, ceiling_us)[0]):
+            return INF, ()
         low, high = 0, len(self.values) - 1  # the answer's index: first value whose latency is below count * value
         while low < high:
             middle = (low + high) // 2
-            if self.latency(float(self.values[middle]))[0] <= count * self.values[middle]:
+            if self.latency(float(self.values[middle]), ceiling_us)[0] <= count * self.values[middle]:
                 high = middle
             else:
                 low = middle + 1
         beta = float(self.values[low])
-        latency, cuts = self.latency(beta)
+        latency, cuts = self.latency(beta, ceiling_us)
         answers = [(max(latency, count * beta), cuts)]
         if low:
-            answers.append(self.latency(float(self.values[low - 1])))
+            answers.append(self.latency(float(self.values[low - 1]), ceiling_us))
         return min(answers, key=lambda item: item[0])

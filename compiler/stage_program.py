@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -34,8 +35,9 @@ class StageProgram:
     """The dynamic program for one limit ``beta``.
 
     ``costs``: time of a stage by (kind, degree, first, last), a vector over blocks, inf where it does not fit.
-    ``hop_us(kind, source degree, target degree, new node)``. ``exits[nodes used]`` holds the best latency by degree of
-    the last stage.
+    ``hop_us(kind, source degree, target degree, new node)``. ``fixed_us`` is added to every latency, ``rest_us`` is the
+    least time of a block, and latencies of ``ceiling_us`` and more are not looked for. ``exits[nodes used]`` holds the
+    best latency by degree of the last stage.
     """
 
     def __init__(
@@ -47,11 +49,17 @@ class StageProgram:
         hop_us: Callable[[int, int, int, bool], float],
         beta: float,
         fixed_us: float,
+        rest_us: float = 0.0,
+        ceiling_us: float = INF,
     ) -> None:
         self.pools, self.degrees, self.n, self.costs = pools, degrees, blocks, costs
         self.hop_us, self.beta, self.fixed_us = hop_us, beta, fixed_us
+        # What a prefix of b blocks may take at most if the rest, at its fastest, is to stay below the ceiling.
+        room = (ceiling_us - fixed_us) * (1 + 1e-12) - (blocks - np.arange(blocks + 1)) * rest_us
+        self.room = np.minimum(room, sys.float_info.max)  # inf is never within it
         rows, columns = np.arange(self.n + 1)[:, None], np.arange(1, self.n + 1)[None]
         self.reach = np.where(rows >= columns, rows - columns, self.n + 1)  # the last entry of a padded vector is inf
+        self.padded = np.full(blocks + 2, INF)
         self.nodes: dict[tuple[tuple[int, ...], int], _Node] = {}
         self.exits: dict[tuple[int, ...], dict[int, Vector]] = {}
         self.best = INF
@@ -95,7 +103,8 @@ class StageProgram:
                     self._finish(node, used, degree, float(self.costs[pool.kind, degree, True, True][self.n]), self.n)
                 else:
                     vector = self._extend(node, used, degree)
-                if vector is not None:
+                if vector is not None and bool((vector <= self.room).any()):
+                    vector = np.where(vector <= self.room, vector, INF)
                     key = (used + degree, degree)
                     node.used[key] = np.minimum(node.used[key], vector) if key in node.used else vector
         return node
@@ -103,14 +112,14 @@ class StageProgram:
     def _extend(self, node: _Node, used: int, degree: int) -> Vector | None:
         """All ways to add a stage of ``degree`` when ``used`` devices of the node are taken."""
         entry = self._entry(node, used, degree)
-        if entry is None:
+        if entry is None or not bool((entry <= self.room).any()):
             return None
         kind = self.pools[node.pool].kind
         last = entry[self.n - 1 :: -1] + self.costs[kind, degree, False, True][1:]
         blocks = int(np.argmin(last)) + 1
         self._finish(node, used, degree, float(last[blocks - 1]), blocks)
-        padded = np.append(entry, INF)
-        added: Vector = (padded[self.reach] + self.costs[kind, degree, False, False][1:]).min(axis=1)
+        self.padded[:-1] = entry
+        added: Vector = (self.padded[self.reach] + self.costs[kind, degree, False, False][1:]).min(axis=1)
         return added
 
     def _sources(self, node: _Node, used: int) -> dict[int, Vector]:
