@@ -39,7 +39,10 @@ def interpolate(points: Points, ideal_us: float) -> float:
 
 
 def all_reduce_us(link: Link, count_bytes: float, degree: int) -> float:
-    """The sum of ``count_bytes`` a rank, on all of ``degree`` ranks: best of one-shot, ring and tree."""
+    """The sum of ``count_bytes`` a rank, on all of ``degree`` ranks: best of one-shot, ring and tree.
+
+    A measured table of the link overrides it.
+    """
     if degree == 1:
         return 0.0
     alpha, per_byte = link.alpha_us.effective, 1e6 / link.bandwidth_bytes_per_s.effective
@@ -47,7 +50,9 @@ def all_reduce_us(link: Link, count_bytes: float, degree: int) -> float:
     one_shot = alpha + (degree - 1) * count_bytes * per_byte
     ring = 2 * (degree - 1) * (alpha + count_bytes / degree * per_byte)
     tree = 2 * levels * (alpha + count_bytes * per_byte)
-    return min(one_shot, ring, tree)
+    points = link.measured.get("all_reduce")
+    ideal = min(one_shot, ring, tree)
+    return interpolate(points, ideal) if points else ideal
 
 
 def all_gather_us(link: Link, count_bytes: float, degree: int) -> float:

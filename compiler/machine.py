@@ -51,13 +51,14 @@ class Device:
         return self.f32_flops_per_s if dtype is DType.F32 else self.flops_per_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Link:
     """A transfer of n bytes takes ``alpha_us`` + n / ``bandwidth_bytes_per_s``; bandwidth per device and direction."""
 
     name: str
     alpha_us: Constant
     bandwidth_bytes_per_s: Constant
+    measured: Mapping[str, Points] = field(default_factory=dict)  # "all_reduce", likewise
 
     def transfer_us(self, count_bytes: float) -> float:
         return self.alpha_us.effective + count_bytes / self.bandwidth_bytes_per_s.effective * 1e6
@@ -187,9 +188,7 @@ def _kind(part: Table, devices: Mapping[str, Device], links: Mapping[str, Link])
 
 def _device(name: str, part: Table) -> Device:
     constants = {key: _constant(part, key) for key in DEVICE_KEYS}
-    measured = {}
-    if part.has("measured"):
-        measured = {op: rows.points("points") for op, rows in part.tables("measured").items()}
+    measured = _measured(part)
     part.done()
     if constants["reserve_bytes"].effective >= constants["memory_bytes"].effective:
         found = f"{constants['reserve_bytes'].effective:.3g} of {constants['memory_bytes'].effective:.3g} bytes"
@@ -198,9 +197,16 @@ def _device(name: str, part: Table) -> Device:
 
 
 def _link(name: str, part: Table) -> Link:
-    link = Link(name, _constant(part, "alpha_us"), _constant(part, "bandwidth_bytes_per_s"))
+    measured = _measured(part)
+    link = Link(name, _constant(part, "alpha_us"), _constant(part, "bandwidth_bytes_per_s"), measured)
     part.done()
     return link
+
+
+def _measured(part: Table) -> dict[str, Points]:
+    if not part.has("measured"):
+        return {}
+    return {name: rows.points("points") for name, rows in part.tables("measured").items()}
 
 
 def _constant(part: Table, key: str) -> Constant:

@@ -1,0 +1,41 @@
+"""``flexspec calibrate X.fspec -o machine.toml``: measure this machine and write a machine file for ``plan``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+EPILOG = """\
+Steps of the artifact's LLM are timed on one core, the others being busy with the same, and links between processes by
+gloo (PyTorch). What cannot be measured is kept from the shipped file cpu2.
+
+example:
+  flexspec calibrate build/smollm2.fspec -o build/machine.toml
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument("artifact", type=Path, help="an artifact of a model that runs here, NAME.fspec")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the machine file to write, NAME.toml")
+    parser.add_argument("--ranks", type=int, default=os.cpu_count() or 1, help="devices, a core each (default: all)")
+    parser.add_argument("--no-links", action="store_true", help="keep the shipped constants of links; needs no PyTorch")
+
+
+def run(args: argparse.Namespace) -> int:
+    from flexspec.compiler.machine_writer import machine_toml
+    from flexspec.errors import MachineError
+    from flexspec.runtime.calibrate import calibrate
+
+    if not 1 <= args.ranks <= 256:
+        raise MachineError(f"--ranks {args.ranks}", "1 to 256", "choose a number of cores")
+    done = calibrate(args.artifact, args.output.stem, ranks=args.ranks, links=not args.no_links)
+    args.output.write_text(machine_toml(done.machine, "measured by flexspec calibrate"), encoding="utf-8")
+    print("rows  predicted ms  measured ms  ratio")
+    for rows, predicted_us, measured_us in done.steps.rows:
+        print(f"{rows:4d}  {predicted_us / 1e3:12.2f}  {measured_us / 1e3:11.2f}  {predicted_us / measured_us:5.2f}")
+    for name, constant in done.machine.constants():
+        print(f"{name} = {constant.value:g} x {constant.correction:g}: {constant.origin}")
+    print(f"{args.output}: use it with flexspec plan --machine {args.output}")
+    return 0
