@@ -154,11 +154,16 @@ class _Place:
         return best
 
     def all_candidates(self) -> list[Candidate]:
+        """The best plan of every combination, whatever the objective."""
+        solvers: dict[tuple[DraftEntry, int], _Solver] = {}
         found = []
         for entry in self.problem.entries_at(self.place):
             for batch in self.problem.batches:
                 for count in micro_batch_counts(batch):
-                    each = self.candidate(_Solver(self, entry, -(-batch // count)), entry, batch, count, INF)
+                    key = (entry, -(-batch // count))
+                    if key not in solvers:
+                        solvers[key] = _Solver(self, *key)
+                    each = self.candidate(solvers[key], entry, batch, count, INF)
                     found += [each] if each else []
         return found
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from flexspec.compiler.machine import MACHINES, Machine, open_machine, shipped_machines
 from flexspec.errors import MachineError
+from repository import ROOT
 
 A10 = (MACHINES / "a10x4x2.toml").read_text()
 
@@ -73,3 +75,10 @@ def test_unknown_machine_names_those_that_ship() -> None:
         open_machine("h100x9")
     with pytest.raises(MachineError):
         open_machine(str(Path(__file__)))
+
+
+def test_the_example_of_the_note_opens(tmp_path: Path) -> None:
+    note = (ROOT / "docs" / "design" / "planning.md").read_text()
+    block = note[note.index('    name = "mine"') :].split("\n\n")[0]
+    machine = opened(tmp_path, textwrap.dedent(block))
+    assert (machine.devices, machine.nodes) == (4, 2)
