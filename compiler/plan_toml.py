@@ -86,6 +86,8 @@ def _chosen(problem: Problem, plan: HandPlan, cuts: tuple[Cut, ...]) -> Candidat
     batch = plan.batch or problem.requests
     if batch > problem.requests:
         raise PlanError(f"batch {batch}", f"at most {problem.requests}, the requests planned for", "pass --requests")
+    if (plan.micro_batches or 1) > batch:
+        raise PlanError(f"{plan.micro_batches} micro-batches of {batch} requests", "at most one a request", _FIX)
     entries: list[DraftEntry] = [e for e in (OFF, *problem.drafting) if plan.draft in (None, e.draft)]
     best: Candidate | None = None
     for entry in entries:

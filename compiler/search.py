@@ -75,16 +75,18 @@ def search(problem: Problem, *, degrees: Sequence[int] = (), places: Sequence[Ss
 
 def no_plan(problem: Problem) -> PlanError:
     """Why nothing fits: the byte table of the least block on the largest degree, or the latency limit."""
-    from flexspec.compiler.memory import rank_bytes
+    from flexspec.compiler.memory import cache_tokens, rank_bytes
 
     kind = max(problem.machine.kinds, key=lambda each: each.device.memory_bytes.effective)
     degree = max((d for d in problem.legal_degrees if d <= kind.devices), default=1)
     parts = rank_bytes(problem.llm, degree, 1, problem.workload, kind.device, first=True, last=False)
     whole = problem.llm.weight_bytes()
+    cached = problem.llm.blocks * problem.llm.ranks[1].kv_bytes_per_token * cache_tokens(problem.workload)
     have = sum(k.device.memory_bytes.effective * k.devices * k.count for k in problem.machine.kinds)
     rows = ", ".join(f"{name} {count / 1e9:.2f} GB" for name, count in parts.table())
     return PlanError(
-        f"no plan of {problem.llm.name} on {problem.machine.name} fits: weights {whole / 1e9:.1f} GB on "
+        f"no plan of {problem.llm.name} on {problem.machine.name} fits: weights {whole / 1e9:.1f} GB "
+        f"and KV {cached / 1e9:.1f} GB on "
         f"{problem.machine.devices} devices with {have / 1e9:.1f} GB; one block at degree {degree}: {rows}",
         "a plan whose every rank fits its device"
         + ("" if math.isinf(problem.limit_us) else f" and that meets {problem.limit_us:g} us a token"),

@@ -31,7 +31,10 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.ranks <= 256:
         raise MachineError(f"--ranks {args.ranks}", "1 to 256", "choose a number of cores")
     done = calibrate(args.artifact, args.output.stem, ranks=args.ranks, links=not args.no_links)
-    args.output.write_text(machine_toml(done.machine, "measured by flexspec calibrate"), encoding="utf-8")
+    try:
+        args.output.write_text(machine_toml(done.machine, "measured by flexspec calibrate"), encoding="utf-8")
+    except OSError as error:
+        raise MachineError(f"{args.output} cannot be written ({error})", "a path to a file", "choose another") from None
     print("rows  predicted ms  measured ms  ratio")
     for rows, predicted_us, measured_us in done.steps.rows:
         print(f"{rows:4d}  {predicted_us / 1e3:12.2f}  {measured_us / 1e3:11.2f}  {predicted_us / measured_us:5.2f}")

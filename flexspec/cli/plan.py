@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(body, indent=1))
     else:
         sys.stdout.write(plan_page(problem, why, acceptance, certificate))
-    _write(args, problem, found[0])
+    _draw(args, problem, found[0])
     if args.output:
-        args.output.write_text(json.dumps(plan.to_json(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        _write(args.output, json.dumps(plan.to_json(), indent=1, sort_keys=True) + "\n")
     return 0
 
 
@@ -164,12 +164,21 @@ def _score(args: argparse.Namespace, problem: Problem, acceptance: AcceptancePro
         print(json.dumps(body, indent=1))
     else:
         sys.stdout.write(score_page(problem, plan, best))
-    _write(args, problem, plan)
+    _draw(args, problem, plan)
     return 0
 
 
-def _write(args: argparse.Namespace, problem: Problem, plan: Candidate) -> None:
+def _draw(args: argparse.Namespace, problem: Problem, plan: Candidate) -> None:
     if args.svg:
         from flexspec.compiler.draw_plan import plan_svg
 
-        args.svg.write_text(plan_svg(problem, plan), encoding="utf-8")
+        _write(args.svg, plan_svg(problem, plan))
+
+
+def _write(path: Path, text: str) -> None:
+    from flexspec.errors import PlanError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"{path} cannot be written ({error})", "a path to a file", "choose another path") from None

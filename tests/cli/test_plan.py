@@ -88,6 +88,13 @@ def test_a_hand_written_plan_is_priced(capsys: pytest.CaptureFixture[str], tmp_p
         ('ssm = "first"', 'colour = "red"', "unknown key colour"),
         ('ssm = "first"', 'draft = "chain:99"', "one of the acceptance profile"),
         ('ssm = "first"', "batch = 7", "batch 7"),
+        ('ssm = "first"', "micro_batches = 2", "2 micro-batches of 1 requests"),
+        ('ssm = "first"', "ssm = []", "ssm = []"),
+        ('ssm = "first"', "draft = 5", "one of the acceptance profile"),
+        ('ssm = "first"', "batch = true", "batch = True"),
+        ("blocks = 40", "blocks = 4.5", "a block or more"),
+        ("[4, 5, 6, 7]", '"all"', "a list of device numbers"),
+        ("[4, 5, 6, 7]", "[4, 5, 6, 99999999999]", "device 99999999999"),
         ("[[stages]]", "[[stages]", "hand.toml"),
     ],
 )
@@ -128,11 +135,18 @@ def test_front_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
         (["--degrees", "2,x"], "--degrees 2,x"),
         (["--machine", "a10"], "no plan of llama-65b on a10 fits"),
         (["--ssm", str(CONFIGS / "opt-125m.json")], "vocabulary of 50272"),
+        (["--objective", "goodput", "--limit-ms", "nan"], "--limit-ms"),
+        (["--degrees", "64"], "no plan of llama-65b on a10x4x2 fits"),
     ],
 )
 def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     code, out, err = run(capsys, *arguments)
     assert code == 2 and out == "" and message in err and err.count("\n") == 1
+
+
+def test_a_path_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = run(capsys, "--svg", str(tmp_path / "no" / "such" / "folder.svg"))
+    assert code == 2 and "cannot be written" in err
 
 
 def test_models_without_a_shipped_profile_say_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
