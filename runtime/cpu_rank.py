@@ -7,13 +7,14 @@ Whoever runs the ranks hands in ``meet``, which does an exchange with the others
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.compiler.partition import RankPart
+from flexspec.errors import EngineError
 from flexspec.graph import Node, Value
 from flexspec.kernels.cpu_build import build_path, supported_isas
 from flexspec.kernels.cpu_exchange import first_id, split_logits
@@ -28,9 +29,10 @@ Meet = Callable[[int, Node, Rows | None], Rows]  # (rank, exchange, rows [n, col
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """Of a rank of the last stage: whole logits, and features if the model has them."""
+    """What a rank of the last stage gives, the same on each of them; fields as of runtime/step.py: StepResult."""
 
-    logits_LV: Rows
+    argmax_L: NDArray[np.int32]
+    logits_LV: Rows | None
     features_TE: Rows | None
 
 
@@ -54,11 +56,17 @@ class CpuRank:
         )
         self.facts = self._library.facts
 
-    def step(self, batch: StepBatch, meet: Meet, *, want_features: bool = True) -> RankResult | None:
-        """One step; None from a rank that is not in the last stage. Raises what ``meet`` raises, and EngineError."""
+    def step(
+        self, batch: StepBatch, meet: Meet, *, want_logits: bool = True, want_features: bool = True
+    ) -> RankResult | None:
+        """One step; None from a rank that is not in the last stage. All ranks must want the same.
+
+        Raises what ``meet`` raises, and EngineError for logits that are not finite.
+        """
         rows, wanted = len(batch.ids_T), len(batch.logit_rows_L)
         argmax = np.full(wanted, -1, np.int32)
-        logits = np.empty((wanted, self.facts.outputs), np.float32) if self.facts.outputs else None
+        own_logits = want_logits or self._join is not None
+        logits = np.empty((wanted, self.facts.outputs), np.float32) if self.facts.outputs and own_logits else None
         columns = self.facts.feature_columns if want_features else 0
         features = np.empty((rows, columns), np.float32) if columns else None
 
@@ -81,10 +89,34 @@ class CpuRank:
             "features": batch.features_TE if self.facts.reads_features else None,
         }
         self._library.step(arrays, argmax, logits, features, on_exchange, first_id(self._graph))
-        if logits is None:
+        if not self.facts.outputs:
             return None
-        whole = logits if self._join is None else meet(self.part.rank, self._join, logits)
-        return RankResult(whole, features)
+        if self._join is not None:
+            assert logits is not None
+            argmax, logits = self._joined(self._join, meet, argmax, logits, want_logits)
+        if wanted and int(argmax.min()) < 0:
+            raise EngineError(
+                "logits that are not finite", "finite logits", "check the weights; bf16 may overflow where f32 does not"
+            )
+        return RankResult(argmax, logits, features)
+
+    def _joined(
+        self, join: Node, meet: Meet, argmax_L: NDArray[np.int32], own_LV: Rows, want_logits: bool
+    ) -> tuple[NDArray[np.int32], Rows | None]:
+        """Argmax over the whole vocabulary, and whole logits when asked; if not, only the best of each rank travel."""
+        if want_logits:
+            whole = meet(self.part.rank, join, own_LV)
+            return _best(whole), whole
+        attrs = dict(join.attrs)
+        sizes, part = attrs["sizes"], attrs["part"]
+        assert isinstance(sizes, tuple) and isinstance(part, int)
+        lost = argmax_L < 0  # nothing finite in this rank's share
+        value_L = np.take_along_axis(own_LV, np.maximum(argmax_L, 0)[:, None], 1)[:, 0]
+        pairs = np.stack([np.where(lost, -np.inf, value_L), np.where(lost, -1, argmax_L + int(sum(sizes[:part])))], 1)
+        together = meet(self.part.rank, _pair_join(join, len(sizes)), pairs.astype(np.float32))
+        # Ranks hold the vocabulary in order, and the first of equal values is taken: the lowest index wins.
+        chosen = together[:, ::2].argmax(-1)[:, None]
+        return np.take_along_axis(together[:, 1::2], chosen, 1)[:, 0].astype(np.int32), None
 
     def _columns(self, name: str) -> int:
         return _columns_of(Value(name, self._types[name]))
@@ -95,6 +127,20 @@ class CpuRank:
 
     def close(self) -> None:
         self._library.close()
+
+
+def _best(logits_LV: Rows) -> NDArray[np.int32]:
+    """Argmax as the programs take it: the lowest index wins, -1 where nothing is finite."""
+    shown = np.where(np.isnan(logits_LV), -np.inf, logits_LV)
+    found: NDArray[np.int32] = np.where(shown.max(-1) > -np.inf, shown.argmax(-1), -1).astype(np.int32)
+    return found
+
+
+def _pair_join(join: Node, ranks: int) -> Node:
+    """The combine of a value and a vocabulary index (exact in float32 below 2^24) of each rank."""
+    result = join.outputs[0]
+    paired = Value(f"{result.name}.best", replace(result.type, dims=(result.type.dims[0], 2 * ranks)))
+    return replace(join.with_attr("sizes", (2,) * ranks), outputs=(paired,))
 
 
 def _columns_of(value: Value) -> int:

@@ -55,17 +55,16 @@ class CpuRanks:
 
         def run(rank: CpuRank) -> RankResult | None:
             try:
-                return rank.step(batch, meetings.meet, want_features=want_features)
+                return rank.step(batch, meetings.meet, want_logits=want_logits, want_features=want_features)
             except BaseException:
                 meetings.give_up()
                 raise
 
         results = [future.result() for future in [self._threads.submit(run, rank) for rank in self._ranks]]
         given = [result for result in results if result is not None]
-        if any(not np.array_equal(given[0].logits_LV, other.logits_LV) for other in given[1:]):
+        if any(not np.array_equal(given[0].argmax_L, other.argmax_L) for other in given[1:]):
             raise EngineError("ranks of the last stage that differ in their results", "one result", "report this fault")
-        logits = given[0].logits_LV
-        return StepResult(logits.argmax(-1).astype(np.int32), logits if want_logits else None, given[0].features_TE)
+        return StepResult(given[0].argmax_L, given[0].logits_LV, given[0].features_TE)
 
     def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         return top_successors(logits_LV, k)

@@ -58,6 +58,9 @@ def check(graph: Graph, stages: list[Stage], exact: Graph, limit: float, threads
     ranks = CpuRanks(parts, weights.__getitem__, pages=PAGES, max_rows=ROWS, threads=threads)
     assert (ranks.vocab_size, ranks.max_positions) == (graph.types()[graph.outputs[0]].dims[1], 160)
     found, wanted = run_rounds(ranks), run_rounds(ReferenceExecutor(exact, weights, PAGES, ROWS))
+    for batch in steps():  # logits stay where they are, only the best of each rank travels
+        short, whole = (ranks.step(batch, want_logits=wants) for wants in (False, True))
+        assert short.logits_LV is None and np.array_equal(short.argmax_L, whole.argmax_L)
     ranks.close()
     assert len(found) == len(wanted) == 6
     for a, b in zip(found, wanted, strict=True):
@@ -74,6 +77,25 @@ def test_ragged_stages_and_heads_that_do_not_divide() -> None:
 def test_two_ranks_with_two_threads_each(dtype: DType) -> None:
     """Both run one program, which reads a part of the embedding."""
     check(model(EVEN, dtype), [Stage(0, 1, (0, 1))], model(EVEN), 1e-5 if dtype is DType.F32 else 0.02, 2)
+
+
+def test_ties_across_ranks_go_to_the_lowest_index() -> None:
+    """The second rank's half of the vocabulary repeats the first's: every best logit is there twice."""
+    graph = model(EVEN)
+    weights = dict(random_weights(graph, scale=0.1))
+    half = weights["embed_tokens.weight"][:102]
+    weights["embed_tokens.weight"] = np.concatenate([half, half])
+    parts = lower_ranks(graph, [Stage(0, 1, (0, 1))], LLM_PASSES)
+    ranks = CpuRanks(parts, weights.__getitem__, pages=PAGES, max_rows=ROWS)
+    for wants in (False, True):
+        assert ranks.step(steps()[0], want_logits=wants).argmax_L.max() < 102
+    weights["embed_tokens.weight"][:, 0] = np.nan
+    broken = CpuRanks(parts, weights.__getitem__, pages=PAGES, max_rows=ROWS)
+    for wants in (False, True):
+        with pytest.raises(EngineError, match="not finite"):
+            broken.step(steps()[0], want_logits=wants)
+    ranks.close()
+    broken.close()
 
 
 def test_ranks_with_shares_of_one_size_run_one_program() -> None:
