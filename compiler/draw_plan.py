@@ -21,7 +21,7 @@ def plan_svg(problem: Problem, plan: Candidate) -> str:
     title += f"{plan.tokens_per_s:.1f} tokens/s"
     parts = [_text(_LEFT, y, title, 16)]
     y += 20
-    parts.append(_text(_LEFT, y, f"SSM {PLACE_WORDS[plan.place.name]}; {plan.entry.draft}", 12))
+    parts.append(_text(_LEFT, y, f"SSM: {PLACE_WORDS[plan.place.name]}; {plan.entry.draft}", 12))
     devices, y = _devices(problem, plan, y + 16)
     rows, y = _timeline(problem, plan, y + 30)
     body = "\n".join([*parts, *devices, *rows])

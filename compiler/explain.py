@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flexspec.compiler.memory import rank_bytes
 from flexspec.compiler.plan_choice import Rung, ladder, uniform_plans
-from flexspec.compiler.problem import Problem
+from flexspec.compiler.problem import PLACE_WORDS, Problem
 from flexspec.compiler.search import Candidate, search
 from flexspec.errors import PlanError
 
@@ -82,7 +82,7 @@ def describe(plan: Candidate) -> str:
     stages = " + ".join(f"TP{cut.degree}x{cut.blocks}" for cut in plan.cuts)
     if len({cut.degree for cut in plan.cuts}) == 1 and len(plan.cuts) > 3:
         stages = f"{len(plan.cuts)} stages of TP{plan.cuts[0].degree}"
-    return f"{stages}, SSM {plan.place.name}"
+    return f"{stages}, {'' if plan.place.name == 'none' else 'SSM '}{PLACE_WORDS[plan.place.name]}"
 
 
 def _notes(problem: Problem, best: Candidate, by_hand: list[Candidate], measured_with: str) -> list[str]:

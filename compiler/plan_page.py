@@ -86,7 +86,8 @@ def _stage_lines(problem: Problem, plan: Candidate) -> list[str]:
         blocks = f"blocks {first}-{first + cut.blocks - 1}"
         lines.append(f"stage {i}: {blocks:14s} TP {cut.degree}  {where:22s} {cost.stages_us[i] / 1e3:8.2f} ms")
         first += cut.blocks
-    lines.append(f"SSM: {PLACE_WORDS[plan.place.name]}; draft plan {plan.entry.draft}")
+    where = "none" if plan.place.name == "none" else PLACE_WORDS[plan.place.name]
+    lines.append(f"SSM: {where}; draft plan {plan.entry.draft}")
     tokens = plan.entry.committed_tokens
     lines.append(
         f"batch of {plan.batch} in {plan.micro_batches} micro-batches of {plan.micro}: a round every "

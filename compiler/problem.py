@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexspec.compiler.acceptance_profile import OFF, DraftEntry
@@ -87,6 +87,12 @@ class Problem:
     def ssm_total_bytes(self) -> int:
         return sum(ssm_bytes(ssm, self.workload) for ssm in self.ssms)
 
+    @cached_property
+    def ssm_share_bytes(self) -> int:
+        """All SSMs on one device when every device drafts for an equal share of the requests."""
+        share = replace(self.workload, requests=-(-self.requests // self.machine.devices))
+        return sum(ssm_bytes(ssm, share) for ssm in self.ssms)
+
     def kind(self, number: int) -> NodeKind:
         return self.machine.kinds[number]
 
@@ -100,7 +106,7 @@ class Problem:
             if kind.devices >= len(self.ssms) and self.machine.devices > len(self.ssms) and fits:
                 found.append(SsmPlace("own", number))
         found += [SsmPlace("first"), SsmPlace("last")]
-        if self.machine.devices > 1 and all(self.ssm_total_bytes <= free_bytes(kind) for kind in self.machine.kinds):
+        if self.machine.devices > 1 and all(self.ssm_share_bytes <= free_bytes(kind) for kind in self.machine.kinds):
             found.append(SsmPlace("all"))
         return found
 
@@ -133,8 +139,10 @@ class Problem:
         return min(self.llm.blocks, room // per_block) if room >= 0 else -1
 
     def extra_bytes(self, place: SsmPlace, *, first: bool, last: bool) -> int:
-        """Bytes of SSMs on a rank of a stage."""
-        here = place.name == "all" or (place.name == "first" and first) or (place.name == "last" and last)
+        """Bytes of SSMs on a rank of a stage; data parallel, each holds the caches of its share of the requests."""
+        if place.name == "all":
+            return self.ssm_share_bytes
+        here = (place.name == "first" and first) or (place.name == "last" and last)
         return self.ssm_total_bytes if here else 0
 
 
