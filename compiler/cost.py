@@ -86,6 +86,7 @@ def call_us(device: Device, link: Link, dtype: DType, call: Call, sizes: Sizes, 
         return all_reduce_us(link, call.inputs[0].bytes(sizes), degree)
     if name == "combine":
         return all_gather_us(link, call.outputs[0].bytes(sizes), degree)
+    assert not call.record.exchange, f"{name} inside a stage has no price"
     return op_us(device, dtype, call, sizes)
 
 
