@@ -50,17 +50,19 @@ class CpuRanks:
         self.max_positions = min(pages * PAGE_TOKENS, *(rank.facts.max_positions for rank in self._ranks))
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
-        """One step of all ranks. Raises the first rank's error, EngineError when they wait for one another."""
+        """One step of all ranks. Raises what stopped the first that failed, EngineError when they wait for ever."""
         meetings = ThreadMeetings(self._timeout_s)
 
         def run(rank: CpuRank) -> RankResult | None:
             try:
                 return rank.step(batch, meetings.meet, want_logits=want_logits, want_features=want_features)
-            except BaseException:
-                meetings.give_up()
-                raise
+            except BaseException as error:
+                meetings.give_up(error)
+                return None
 
         results = [future.result() for future in [self._threads.submit(run, rank) for rank in self._ranks]]
+        if meetings.cause is not None:
+            raise meetings.cause
         given = [result for result in results if result is not None]
         if any(not np.array_equal(given[0].argmax_L, other.argmax_L) for other in given[1:]):
             raise EngineError("ranks of the last stage that differ in their results", "one result", "report this fault")

@@ -73,14 +73,15 @@ def run_ranks(walks: Mapping[int, Walk], table: MeetingTable) -> dict[int, Tenso
 
 
 class ThreadMeetings:
-    """The table for ranks that run in threads of their own. Raises EngineError in all of them when one gives up."""
+    """The table for ranks that run in threads of their own. When one gives up, ``cause`` is why; all others that wait
+    get an EngineError."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         self.table = MeetingTable()
+        self.cause: BaseException | None = None
         self._timeout_s = timeout_s
         self._done: dict[int, Results] = {}
         self._changed = threading.Condition()
-        self._broken = False
 
     def meet(self, rank: int, node: Node, operand: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """What an exchange gives this rank, once all have come. ``operand`` None: the rank has nothing to give."""
@@ -88,17 +89,16 @@ class ThreadMeetings:
         with self._changed:
             self._done.update(self.table.meet(rank, node, [tensor]))
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: rank in self._done or self._broken, self._timeout_s) or self._broken:
-                self._broken = True
-                self._changed.notify_all()
+            self._changed.wait_for(lambda: rank in self._done or self.cause is not None, self._timeout_s)
+            if rank not in self._done:  # a result that is there is taken, whoever gave up since
                 raise _stuck(self.table)
             (result,) = self._done.pop(rank)
         return result.numpy()
 
-    def give_up(self) -> None:
-        """A rank failed: nobody waits for it any more."""
+    def give_up(self, cause: BaseException) -> None:
+        """A rank failed: nobody waits for it any more. The first cause counts, others follow from it."""
         with self._changed:
-            self._broken = True
+            self.cause = self.cause or cause
             self._changed.notify_all()
 
 
