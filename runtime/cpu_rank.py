@@ -6,16 +6,17 @@ Whoever runs the ranks hands in ``meet``, which does an exchange with the others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.compiler.partition import RankPart
 from flexspec.errors import EngineError
-from flexspec.graph import Node, Value
+from flexspec.graph import Graph, Node, Value
 from flexspec.kernels.cpu_build import build_path, supported_isas
 from flexspec.kernels.cpu_exchange import first_id, split_logits
 from flexspec.kernels.cpu_launch import CpuLibrary
@@ -45,12 +46,41 @@ class CpuRank:
     def __init__(
         self, part: RankPart, weights: Mapping[str, Rows], *, pages: int, max_rows: int = 256, threads: int = 1
     ) -> None:
-        self.part = part
-        self._graph, self._join = split_logits(part.graph)
-        self._types = self._graph.types()
-        program = render(self._graph)
+        program = render(split_logits(part.graph)[0])
         library = build_path(program.source, supported_isas()[0])
         packed = [pack(entry, weights.__getitem__, program.dtype) for entry in program.weights]
+        self._open(part.rank, part.graph, library, packed, pages, max_rows, threads)
+
+    @classmethod
+    def built(
+        cls,
+        rank: int,
+        graph: Graph,
+        library: Path,
+        packed: Sequence[NDArray[np.generic]],
+        *,
+        pages: int,
+        max_rows: int = 256,
+        threads: int = 1,
+    ) -> CpuRank:
+        """From a lowered graph whose program and packed weights are there already. Raises ArtifactError too."""
+        made = cls.__new__(cls)
+        made._open(rank, graph, library, packed, pages, max_rows, threads)
+        return made
+
+    def _open(
+        self,
+        rank: int,
+        graph: Graph,
+        library: Path,
+        packed: Sequence[NDArray[np.generic]],
+        pages: int,
+        max_rows: int,
+        threads: int,
+    ) -> None:
+        self.rank = rank
+        self._graph, self._join = split_logits(graph)
+        self._types = self._graph.types()
         self._library = CpuLibrary(
             library, packed, threads=threads, max_rows=max_rows, pages=pages, max_positions=pages * PAGE_TOKENS
         )
@@ -73,7 +103,7 @@ class CpuRank:
         def on_exchange(index: int, source: Rows | None, target: Rows | None) -> None:
             node = self._graph.nodes[index]
             given = None if source is None else source[:, : self._columns(node.inputs[0])]
-            result = meet(self.part.rank, node, given)
+            result = meet(self.rank, node, given)
             if target is not None:
                 target[:, : _columns_of(node.outputs[0])] = result
 
@@ -105,7 +135,7 @@ class CpuRank:
     ) -> tuple[NDArray[np.int32], Rows | None]:
         """Argmax over the whole vocabulary, and whole logits when asked; if not, only the best of each rank travel."""
         if want_logits:
-            whole = meet(self.part.rank, join, own_LV)
+            whole = meet(self.rank, join, own_LV)
             return _best(whole), whole
         attrs = dict(join.attrs)
         sizes, part = attrs["sizes"], attrs["part"]
@@ -113,7 +143,7 @@ class CpuRank:
         lost = argmax_L < 0  # nothing finite in this rank's share
         value_L = np.take_along_axis(own_LV, np.maximum(argmax_L, 0)[:, None], 1)[:, 0]
         pairs = np.stack([np.where(lost, -np.inf, value_L), np.where(lost, -1, argmax_L + int(sum(sizes[:part])))], 1)
-        together = meet(self.part.rank, _pair_join(join, len(sizes)), pairs.astype(np.float32))
+        together = meet(self.rank, _pair_join(join, len(sizes)), pairs.astype(np.float32))
         # Ranks hold the vocabulary in order, and the first of equal values is taken: the lowest index wins.
         chosen = together[:, ::2].argmax(-1)[:, None]
         return np.take_along_axis(together[:, 1::2], chosen, 1)[:, 0].astype(np.int32), None

@@ -93,8 +93,13 @@ class Served:
             executor.close()
 
 
-def open_engine(path: Path, options: ServeOptions, observer: Observer | None = None) -> Served:
-    """Open ``path`` and assemble its engine.
+OpenLlm = Callable[[Artifact, PartRecord, ServeOptions], Executor]
+
+
+def open_engine(
+    path: Path, options: ServeOptions, observer: Observer | None = None, open_llm: OpenLlm | None = None
+) -> Served:
+    """Open ``path`` and assemble its engine. ``open_llm`` makes the LLM's executor where it runs on several ranks.
 
     Raises ArtifactError, CapacityError, RequestError for a bad draft plan, ToolchainError for a device that is missing.
     """
@@ -110,7 +115,8 @@ def open_engine(path: Path, options: ServeOptions, observer: Observer | None = N
         wanted = [part for part in record.models if part.name == LLM or part.name in draft.sources]
         executors: list[Executor] = []
         for part in wanted:
-            executors.append(executor_of(part))
+            open_part = open_llm if part.name == LLM else None
+            executors.append(open_part(artifact, part, options) if open_part else executor_of(part))
             opened.callback(executors[-1].close)
         planned = PlannedDrafter(draft, _drafters(artifact, draft, wanted, executors))
         limits = Limits(context, max_running=options.max_requests, longer_context=longer_context)
@@ -126,7 +132,7 @@ def _backend(
 ) -> tuple[str, Callable[[PartRecord], Executor]]:
     """What the kernels run on, and the maker of a model's executor there."""
     if options.device == "cpu":
-        isa = _choose_isa(artifact)
+        isa = choose_isa(artifact)
         return isa, lambda part: _executor(artifact, isa, part, options)
     try:
         from flexspec.runtime.triton_open import open_gpu
@@ -140,7 +146,7 @@ def _backend(
     return gpu.name, lambda part: gpu.executor(part, options.pages, max(options.max_rows, options.max_requests))
 
 
-def _choose_isa(artifact: Artifact) -> str:
+def choose_isa(artifact: Artifact) -> str:
     """The best instruction set that both the artifact and this CPU have."""
     here = supported_isas()
     for isa in here:

@@ -35,6 +35,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "examples/*",
         "kernels/reference.py",
         "kernels/triton_*",
+        "runtime/distributed_*",
         "runtime/reference_*",
         "runtime/triton_*",
         "runtime/tune/*",

@@ -1,0 +1,139 @@
+"""This process's seat among the ranks of a plan: torch.distributed groups, and the exchanges that programs ask for.
+
+Rows are float32 [n, columns] on every transport. A sum is taken in rank order on each rank, never around a ring: the
+result of a row must not depend on how many rows are in the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from math import prod
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from flexspec import __version__
+from flexspec.errors import ArtifactError, PlanError
+from flexspec.graph import Attr, Node
+
+Rows = NDArray[np.float32]
+Attrs = Mapping[str, Attr]
+STEP_TIMEOUT_S = 120  # for a rank that is alive and silent; one that died closes its connections at once
+_START_TIMEOUT_S = 300
+_IDLE_TIMEOUT = timedelta(days=365)  # ranks wait for the next message as long as nobody asks for anything
+_WORD = 32  # bytes of each word of the greeting
+
+
+def backend_of(device: str) -> str:
+    """The torch.distributed backend of a ServeOptions.device."""
+    return "nccl" if device == "cuda" else "gloo"
+
+
+class Seat:
+    """A rank that has joined the others. ``control`` carries rank 0's messages, ``steps`` hops and results."""
+
+    def __init__(self, digest: str, world: int, groups: Sequence[tuple[int, ...]], device: str = "cpu") -> None:
+        """Join, and compare version and ``digest`` (hex, of the artifact and the sizes) with all ranks.
+
+        ``groups`` are all groups of the plan, the same on each rank. Raises PlanError for another number of ranks,
+        ArtifactError when ranks differ, RuntimeError when they do not find each other.
+        """
+        found = int(os.environ.get("WORLD_SIZE", "1"))
+        if found != world:
+            raise PlanError(f"{found} ranks", f"{world}, as the artifact's plan has", f"start it with --ranks {world}")
+        torch.set_num_threads(1)
+        dist.init_process_group(backend_of(device), timeout=timedelta(seconds=_START_TIMEOUT_S))
+        self.rank, self.world = dist.get_rank(), world
+        self._greet(digest)
+        self._sizes: Mapping[str, int] = {}
+        everyone, limit = list(range(world)), timedelta(seconds=STEP_TIMEOUT_S)
+        self.control = dist.new_group(everyone, timeout=_IDLE_TIMEOUT)
+        self.steps = dist.new_group(everyone, timeout=limit)
+        self._groups = {tuple(group): dist.new_group(list(group), timeout=limit) for group in groups}
+
+    def _greet(self, digest: str) -> None:
+        own = __version__.encode()[:_WORD].ljust(_WORD, b"\0") + hashlib.sha256(digest.encode()).digest()
+        told = [torch.empty(2 * _WORD, dtype=torch.uint8) for _ in range(self.world)]
+        dist.all_gather(told, torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        words = [bytes(each.tolist()) for each in told]
+        versions = [word[:_WORD].rstrip(b"\0").decode(errors="replace") for word in words]
+        for what, values in (("flexspec version", versions), ("artifact or sizes", [w[_WORD:].hex() for w in words])):
+            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+            if other is not None:
+                raise ArtifactError(
+                    f"rank {other} has another {what} ({values[other][:12]}) than rank 0 ({values[0][:12]})",
+                    "the same on each rank",
+                    "give all ranks one artifact, one flexspec and the same options",
+                )
+
+    def begin(self, rows: int, logit_rows: int) -> None:
+        """What the dims T and L are in the step that follows: a rank that receives must know it."""
+        self._sizes = {"T": rows, "L": logit_rows}
+
+    def meet(self, rank: int, node: Node, given: Rows | None) -> Rows:
+        """Do an exchange and return what this rank gets (of a send: what it gave). runtime/cpu_rank.py: Meet.
+
+        Raises RuntimeError (torch's own) when another rank is gone or silent.
+        """
+        assert rank == self.rank
+        attrs, result = dict(node.attrs), node.outputs[0].type
+        shape = (self._sizes[str(result.dims[0])], prod(dim for dim in result.dims[1:] if isinstance(dim, int)))
+        if not shape[0]:
+            return np.empty(shape, np.float32)
+        own = torch.from_numpy(np.array(given)) if given is not None else torch.empty(shape)
+        assert given is None or len(given) == shape[0], "all ranks see the same step"
+        if node.op == "send":
+            dist.send(own, _int(attrs["to"]), self.steps, _int(attrs["channel"]))
+        elif node.op == "recv":
+            dist.recv(own, _int(attrs["source"]), self.steps, _int(attrs["channel"]))
+        elif node.op == "replicate":
+            dist.broadcast(own, _int(attrs["root"]), self._groups[_members(attrs)])
+        elif node.op == "reduce":
+            own = sum_in_order(self._gather(own, attrs))
+        else:
+            own = self._combine(own, attrs)
+        return own.numpy()
+
+    def _gather(self, own: torch.Tensor, attrs: Attrs) -> list[torch.Tensor]:
+        """The tensors of all members, of one shape, in the order in which the operator names them."""
+        members = _members(attrs)
+        told = [torch.empty_like(own) for _ in members]
+        dist.all_gather(told, own, self._groups[members])
+        ranks = attrs["ranks"]
+        assert isinstance(ranks, tuple)
+        return [told[members.index(_int(rank))] for rank in ranks]
+
+    def _combine(self, own: torch.Tensor, attrs: Attrs) -> torch.Tensor:
+        """Columns of all ranks joined. Gloo gathers equal sizes only: shorter shares travel with zeros behind them."""
+        sizes = attrs["sizes"]
+        assert attrs["dim"] == 1 and isinstance(sizes, tuple), "rows are never cut"
+        inner = own.shape[1] // _int(sizes[_int(attrs["part"])])
+        columns = [_int(size) * inner for size in sizes]
+        padded = torch.nn.functional.pad(own, (0, max(columns) - own.shape[1]))
+        return torch.cat([x[:, :n] for x, n in zip(self._gather(padded, attrs), columns, strict=True)], 1)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _members(attrs: Attrs) -> tuple[int, ...]:
+    ranks = attrs["ranks"]
+    assert isinstance(ranks, tuple)
+    return tuple(sorted(_int(rank) for rank in ranks))
+
+
+def _int(value: object) -> int:
+    assert isinstance(value, int)
+    return value
