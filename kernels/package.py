@@ -2,7 +2,7 @@
 
 Owns the order of these steps and the artifact's inner layout (model.json names every part):
   graph/NAME.fsg  kernels/cpu/NAME/{program.cpp,ISA.so}  weights/NAME.safetensors  (GPU targets: see gpu_package.py)
-  plan.json  checks.json  tokenizer.json  chat_template.jinja  ngram.safetensors
+  (several ranks: see rank_package.py)  plan.json  checks.json  tokenizer.json  chat_template.jinja  ngram.safetensors
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from flexspec.compiler.frontends.open_model import LoadedModel, check_weights, o
 from flexspec.compiler.model_record import LLM, GpuRecord, ModelRecord, PartRecord
 from flexspec.compiler.ngram_table import check_vocabulary, load_table
 from flexspec.compiler.pipeline import LLM_PASSES, SSM_PASSES, run_passes
-from flexspec.compiler.plan import single_rank
+from flexspec.compiler.plan import Plan, single_rank
+from flexspec.compiler.plan_file import check_runnable
 from flexspec.errors import CompileError, TokenizerError
 from flexspec.graph import Graph
 from flexspec.kernels.cpu_build import build_path, find_compiler, header_files, supported_isas, target_isas
 from flexspec.kernels.cpu_check import seeded_digest
 from flexspec.kernels.cpu_pack import GetWeight, PackedWeight, pack
 from flexspec.kernels.cpu_render import CpuProgram, render
+from flexspec.kernels.rank_package import add_ranks
 from flexspec.kernels.triton_spec import target_of
 from flexspec.models.fused_state import graft_fuse_head
 from flexspec.models.registry import build_model, expected_weights
@@ -47,6 +49,7 @@ class CompileOptions:
     draft: str = "off"
     max_tree_tokens: int = 64
     dump_ir: Path | None = None
+    plan: Plan | None = None  # of several ranks; None is one rank
 
 
 @dataclass(slots=True)
@@ -84,10 +87,16 @@ def compile_model(
     _check_pairing(llm, ssms)
     if llm.tokenizer_json is None:
         raise TokenizerError(f"{llm_path} has no tokenizer", "tokenizer.json or GGUF tokenizer data", "add the file")
+    plan = options.plan
+    if plan is not None:
+        check_runnable(plan, llm.config.layers, len(ssms))
     parts = _parts(llm, llm_path, ssms, ssm_paths, options)
     with ArtifactWriter(out) as writer:
         _add_weights(writer, parts, progress)
         checks = {part.name: _add_program(writer, part, options, progress) for part in parts}
+        if plan is not None:
+            isas = options.isas or target_isas()
+            add_ranks(writer, parts[0].graph, parts[0].get, plan, isas, options.dump_ir, progress)
         rows, gpu = _add_gpu_parts(writer, parts, options, progress)
         _add_tables(writer, parts, ssm_paths, checks, options)
         writer.add_json("model.json", _model_record(parts, options, gpu).to_json())
@@ -259,7 +268,8 @@ def _add_tables(
         check_vocabulary(load_table(table), llm.config.vocab_size, str(table))
         writer.add_file(NGRAM_FILE, table)
     writer.add_json("checks.json", checks)
-    writer.add_json("plan.json", single_rank(llm.config.layers, len(parts) - 1, options.draft).to_json())
+    plan = options.plan or single_rank(llm.config.layers, len(parts) - 1, options.draft)
+    writer.add_json("plan.json", plan.to_json())
 
 
 def _model_record(parts: Sequence[_Part], options: CompileOptions, gpu: GpuRecord | None) -> ModelRecord:

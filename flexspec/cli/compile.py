@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 EPILOG = """\
@@ -20,6 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, help="a .gguf file or a Hugging Face folder")
     parser.add_argument("--ssm", type=Path, action="append", default=[], help="an SSM folder; may be repeated")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the artifact to write, NAME.fspec")
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        help="a plan of several ranks, from flexspec plan -o or TOML by hand: adds each rank's program and weights",
+    )
     parser.add_argument("--dtype", choices=("bf16", "f32"), default="bf16", help="weights and KV cache (default bf16)")
     parser.add_argument(
         "--target",
@@ -45,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from flexspec.cli.progress import progress_bars
+    from flexspec.compiler.plan_file import read_plan_file
     from flexspec.errors import CompileError
     from flexspec.kernels.cpu_build import ISA_FLAGS
     from flexspec.kernels.package import CompileOptions, compile_model
@@ -59,7 +66,11 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.max_tree <= 512:
         raise CompileError(f"--max-tree {args.max_tree}", "1 to 512 nodes", "choose a size in that range")
     draft = str(DraftPlan.parse(args.draft or default_draft(len(args.ssm))))
-    options = CompileOptions(DType(args.dtype), targets, isas, draft, args.max_tree, args.dump_ir)
+    plan = read_plan_file(args.plan, len(args.ssm), draft) if args.plan else None
+    if plan is not None:
+        draft = draft if args.draft else str(DraftPlan.parse(plan.draft_for(1)))
+        plan = replace(plan, ladder=((1 << 30, draft),)) if args.draft else plan
+    options = CompileOptions(DType(args.dtype), targets, isas, draft, args.max_tree, args.dump_ir, plan)
     argv = ["flexspec", *sys.argv[1:]]
     with progress_bars() as progress:
         path, rows = compile_model(args.model, args.ssm, args.output, options, argv=argv, progress=progress)

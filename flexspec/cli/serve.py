@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from socket import socket
 
-    from flexspec.runtime.open_engine import ServeOptions
+    from flexspec.runtime.open_engine import OpenLlm, ServeOptions
 
 EPILOG = """\
 example:
@@ -33,19 +33,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
     parser.add_argument("--name", help="model name to answer to (default: the artifact's file name)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes on this machine that share the LLM by the artifact's plan (compile --plan), by torchrun",
+    )
     add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    from flexspec.cli.ranks import launch_ranks, run_rank, world_size
     from flexspec.cli.running import serve_options
-    from flexspec.runtime.server.listen import reserve_port
 
     options = serve_options(args)
+    if world_size() > 1:
+        return run_rank(args.artifact, options, lambda open_llm: _serve_on_port(args, options, open_llm))
+    if args.ranks != 1:
+        launch_ranks(args.ranks)
+    return _serve_on_port(args, options, None)
+
+
+def _serve_on_port(args: argparse.Namespace, options: ServeOptions, open_llm: OpenLlm | None) -> int:
+    from flexspec.runtime.server.listen import reserve_port
+
     with reserve_port(args.host, args.port) as listener:  # a busy port must fail before any weight is read
-        return _serve(args, options, listener)
+        return _serve(args, options, listener, open_llm)
 
 
-def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket) -> int:
+def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, open_llm: OpenLlm | None) -> int:
     from prometheus_client import CollectorRegistry
 
     from flexspec.runtime.engine_thread import EngineThread
@@ -56,7 +73,7 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket) ->
     from flexspec.runtime.server.serve import serve
 
     metrics = Metrics(CollectorRegistry())
-    served = open_engine(args.artifact, options, metrics)
+    served = open_engine(args.artifact, options, metrics, open_llm)
     name = args.name or args.artifact.name.removesuffix(".fspec")
     thread = EngineThread(served.engine)
     limits = Limits(served.context_tokens, served.engine.executor.vocab_size, default_max_tokens=DEFAULT_MAX_TOKENS)

@@ -1,0 +1,66 @@
+"""What an artifact holds for each rank of a plan of several: graph, program, its slice of the packed weights.
+
+Layout: graph/llm.rankN.fsg  kernels/cpu/llm.rankN/{program.cpp,ISA.so}  weights/llm.rankN.safetensors  ranks.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from flexspec.compiler.artifact_writer import ArtifactWriter
+from flexspec.compiler.partition import RankPart
+from flexspec.compiler.pipeline import LLM_PASSES, lower_ranks
+from flexspec.compiler.plan import Plan
+from flexspec.compiler.rank_record import RANKS_FILE, RankRecord, folder_of, groups_of
+from flexspec.compiler.shares import cut_weights
+from flexspec.graph import Graph
+from flexspec.kernels.cpu_build import build_path
+from flexspec.kernels.cpu_exchange import split_logits
+from flexspec.kernels.cpu_pack import GetWeight, pack
+from flexspec.kernels.cpu_render import render
+from flexspec.text import print_graph
+
+Progress = Callable[[str, int, int], None]  # (what, done, of)
+
+
+def add_ranks(
+    writer: ArtifactWriter,
+    graph: Graph,
+    get: GetWeight,
+    plan: Plan,
+    isas: Sequence[str],
+    dump_ir: Path | None,
+    progress: Progress,
+) -> None:
+    """Cut the LLM's graph by the plan and store every rank's part.
+
+    ``get(name)`` gives a whole weight in float32; ranks are made one after another, so that one rank's slices are in
+    memory at a time. Raises PartitionError, PassError, CompileError, ToolchainError, WeightError.
+    """
+    parts = sorted(lower_ranks(graph, plan.stages, LLM_PASSES, dump_ir), key=lambda part: part.rank)
+    records = []
+    for done, part in enumerate(parts):
+        progress("building ranks", done, len(parts))
+        records.append(_add_rank(writer, part, get, isas))
+    progress("building ranks", len(parts), len(parts))
+    writer.add_json(RANKS_FILE, {"ranks": [record.to_json() for record in records]})
+
+
+def _add_rank(writer: ArtifactWriter, part: RankPart, get: GetWeight, isas: Sequence[str]) -> RankRecord:
+    name = folder_of(part.rank)
+    program = render(split_logits(part.graph)[0])
+    weights = cut_weights(part.weights, get)
+    tensors = {
+        f"{i:03d}.{entry.kind}": pack(entry, weights.__getitem__, program.dtype)
+        for i, entry in enumerate(program.weights)
+    }
+    bf16 = [tensor for tensor, array in tensors.items() if array.dtype == np.uint16]
+    writer.add_tensors(f"weights/{name}.safetensors", tensors, bf16=bf16)
+    writer.add_bytes(f"graph/{name}.fsg", print_graph(part.graph).encode())
+    writer.add_bytes(f"kernels/cpu/{name}/program.cpp", program.source.encode())
+    for isa in isas:
+        writer.add_file(f"kernels/cpu/{name}/{isa}.so", build_path(program.source, isa))
+    return RankRecord(part.rank, part.stage, part.results > 0, tuple(tensors), groups_of(part))

@@ -1,0 +1,153 @@
+"""Real ranks over gloo: the tokens of one rank, and every rank can die at any moment without a hang or an orphan."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from artifacts import PLAN, VOCAB, changed_json
+from commands import environment, flexspec, serving
+from tiny_models import random_weights, write_gguf, write_huggingface
+
+from flexspec.compiler.plan import Plan, Stage
+from flexspec.errors import PlanError
+from flexspec.kernels.cpu_build import supported_isas
+from flexspec.kernels.package import CompileOptions, compile_model
+from flexspec.runtime.open_engine import ServeOptions, open_engine
+from flexspec.sampling import SamplingParams
+from flexspec.types import DType
+
+STAGES = {
+    "tp2": (Stage(0, 2, (0, 1)),),
+    "pp2": (Stage(0, 1, (0,)), Stage(1, 2, (1,))),
+    "ragged": (Stage(0, 1, (2, 0)), Stage(1, 2, (1,))),
+}
+OPTIONS = ("--threads", "1", "--kv-tokens", "2048", "--no-checks")
+PROMPTS = ["hello 12 hello", "the world 12 12", "é 🎉 hello", "x"]
+TIMEOUT_S = 120.0  # for a busy machine; nothing waits for it
+ENDS_WITHIN_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One LLM, an SSM that is the same model (its drafts are accepted), and an artifact for each plan."""
+    made = tmp_path_factory.mktemp("ranks")
+    llm = write_gguf(made / "tiny.gguf", random_weights(VOCAB))
+    ssm = write_huggingface(made / "ssm", random_weights(VOCAB))
+    options = CompileOptions(DType.F32, isas=supported_isas()[:1], draft=PLAN)
+    for name, stages in STAGES.items():
+        plan = Plan(stages, ((0,),), ((1 << 30, PLAN),), "hand")
+        compile_model(llm, [ssm], made / f"{name}.fspec", replace(options, plan=plan), argv=["flexspec", "compile"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> list[str]:
+    """What one rank answers without speculation: greedy, and the last prompt sampled too."""
+    served = open_engine(folder / "tp2.fspec", ServeOptions(draft="off", threads=1, kv_tokens=2048, measure=False))
+    asked = [(prompt, SamplingParams(max_tokens=40)) for prompt in PROMPTS]
+    asked.append((PROMPTS[-1], SamplingParams(max_tokens=40, temperature=1.0, seed=7)))
+    texts = []
+    for prompt, params in asked:
+        parts: list[str] = []
+        ids = served.tokenizer.encode(prompt, add_special=True)
+        served.engine.submit(ids, params, lambda delta, parts=parts: parts.append(delta.text))  # type: ignore[misc]
+        while served.engine.step():
+            pass
+        texts.append("".join(parts))
+    served.close()
+    return texts
+
+
+def rank_processes(launcher: int) -> dict[int, int]:
+    """Process of each rank, by the environment that the launcher gave it."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    found = {}
+    for child in children:
+        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        found.update({int(v[5:]): int(child) for v in variables if v.startswith(b"RANK=")})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "draft", "victim"),
+    [
+        ("tp2", "auto", 1),
+        ("tp2", "off", 0),
+        ("pp2", "auto", 1),
+        ("pp2", "off", 0),
+        ("ragged", "auto", 2),
+        ("ragged", "off", 1),
+    ],
+)
+def test_ranks_answer_like_one_and_end_when_one_is_killed(
+    folder: Path, told: list[str], name: str, draft: str, victim: int
+) -> None:
+    ranks = max(rank for stage in STAGES[name] for rank in stage.ranks) + 1
+    with serving(folder / f"{name}.fspec", "--ranks", str(ranks), "--draft", draft, *OPTIONS) as server:
+        processes = rank_processes(server.process.pid)
+        assert sorted(processes) == list(range(ranks))
+        with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+            ask = {"model": name, "prompt": PROMPTS, "max_tokens": 40, "temperature": 0}
+            found = [choice["text"] for choice in http.post("/v1/completions", json=ask).json()["choices"]]
+            body = http.post("/v1/completions", json={**ask, "prompt": PROMPTS[-1], "temperature": 1, "seed": 7}).json()
+            assert [*found, body["choices"][0]["text"]] == told
+            if draft == "auto":
+                assert body["usage"]["flexspec"]["accepted"] > 0
+            text = ""
+            endless = {**ask, "prompt": "hello", "max_tokens": 200, "stream": True, "ignore_eos": True}
+            try:
+                with http.stream("POST", "/v1/completions", json=endless) as answer:
+                    assert answer.status_code == 200
+                    lines = answer.iter_lines()
+                    text += next(lines)
+                    os.kill(processes[victim], signal.SIGKILL)
+                    began = time.monotonic()
+                    text += "".join(lines)
+            except httpx.TransportError:
+                text += " error: cut"
+        assert time.monotonic() - began < ENDS_WITHIN_S
+        assert "error" in text
+        assert server.process.wait(TIMEOUT_S) != 0
+        assert time.monotonic() - began < ENDS_WITHIN_S
+        assert not any(Path(f"/proc/{each}").exists() for each in processes.values())
+
+
+@pytest.mark.parametrize("what", ["artifact", "version"])
+def test_a_rank_that_differs_is_refused(folder: Path, tmp_path: Path, what: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    here = folder / "tp2.fspec"
+    other = changed_json(here, tmp_path / "tp2.fspec", "model.json", lambda body: {**body, "name": "other"})
+    version = "flexspec.__version__ = '0.0.9'; " if what == "version" else ""
+    code = f"import sys, flexspec; {version}from flexspec.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    started = []
+    for rank, path in enumerate((here, other if what == "artifact" else here)):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        start = ["-m", "flexspec"] if rank == 0 else ["-c", code]
+        started.append(
+            subprocess.Popen(
+                [sys.executable, *start, "serve", str(path), "--port", "0", *OPTIONS],
+                env=environment(**variables, GLOO_SOCKET_IFNAME="lo"), stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    for process in started:
+        _, said = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 2, said
+        assert f"rank 1 has another {'flexspec version (0.0.9)' if what == 'version' else 'artifact'}" in said
+
+
+def test_what_cannot_be_started_is_told(folder: Path) -> None:
+    done = flexspec("serve", folder / "tp2.fspec", "--ranks", "0")
+    assert done.returncode == 2 and "FS502" in done.stderr
+    wrong = flexspec("serve", folder / "tp2.fspec", "--port", "0", RANK="0", WORLD_SIZE="3")
+    assert wrong.returncode == 2 and PlanError.code in wrong.stderr and "--ranks 2" in wrong.stderr
