@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from flexspec.runtime.api import Delta, RequestStats
+from flexspec.runtime.engine import Clock
 from flexspec.runtime.open_engine import Served, ServeOptions, open_engine
 from flexspec.sampling import SamplingParams
 
@@ -58,14 +59,12 @@ class Comparison:
     """All pairs of a run, with where the speculative engine's time went (seconds)."""
 
     pairs: tuple[Pair, ...]
-    step_s: float
-    draft_s: float
-    total_s: float
+    clock: Clock
 
     @property
     def overhead_share(self) -> float:
         """Python between steps (accept, commit, pack, schedule) over the whole time of the rounds."""
-        return (self.total_s - self.step_s - self.draft_s) / self.total_s
+        return self.clock.overhead_s / self.clock.total_s
 
     @property
     def ratio(self) -> float:
@@ -150,15 +149,13 @@ def compare(
         warm = SamplingParams(max_tokens=4)
         answer(off, prompts[0], warm)
         answer(on, prompts[0], warm)
-        clock = replace(on.engine.clock)
+        before = replace(on.engine.clock)
         pairs = []
         for i, prompt in enumerate(prompts):
             pairs.append(Pair(answer(off, prompt, params), answer(on, prompt, params)))
             note(i + 1, len(prompts))
-        now = on.engine.clock
-        return Comparison(
-            tuple(pairs), now.step_s - clock.step_s, now.draft_s - clock.draft_s, now.total_s - clock.total_s
-        )
+        spent = {name: value - getattr(before, name) for name, value in asdict(on.engine.clock).items()}
+        return Comparison(tuple(pairs), Clock(**spent))
     finally:
         off.close()
         on.close()

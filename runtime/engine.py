@@ -35,15 +35,16 @@ _PROMPT_SHARE = 4  # while prompts wait, drafts leave them this part of a step's
 
 @dataclass(slots=True)
 class Clock:
-    """Where the time of all rounds so far went, in seconds: LLM steps, drafting, and everything else in Python."""
+    """Where the time of all rounds so far went, in seconds: LLM steps, drafting, moving KV, and the rest, in Python."""
 
     step_s: float = 0.0
     draft_s: float = 0.0
+    gather_s: float = 0.0
     total_s: float = 0.0
 
     @property
     def overhead_s(self) -> float:
-        return self.total_s - self.step_s - self.draft_s
+        return self.total_s - self.step_s - self.draft_s - self.gather_s
 
 
 @dataclass(slots=True)
@@ -285,7 +286,9 @@ class Engine:
         source, target = running.cached + path, running.cached + np.arange(len(path), dtype=np.int32)
         moved = source != target
         if moved.any():
+            began = time.perf_counter()
             self.executor.move_kv(running.slots(source[moved]), running.slots(target[moved]))
+            self.clock.gather_s += time.perf_counter() - began
         running.cached += len(path)
 
     def _deliver(
