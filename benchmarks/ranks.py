@@ -78,8 +78,8 @@ def main() -> None:
         equal &= texts == wanted
         per = [1e3 * s / spent.steps for s in (spent.tell_s, spent.shard_s, spent.wait_s)]
         print(
-            f"draft {draft}: one rank {base:.1f} tokens/s, ranks {rate:.1f}, ratio {rate / base:.3f}; a step of rank 0: "
-            f"tell {per[0]:.2f} ms, shard and exchanges {per[1]:.2f} ms, wait for results {per[2]:.2f} ms; "
+            f"draft {draft}: one rank {base:.1f} tokens/s, ranks {rate:.1f}, ratio {rate / base:.3f}; a step of "
+            f"rank 0: tell {per[0]:.2f} ms, shard and exchanges {per[1]:.2f} ms, wait for results {per[2]:.2f} ms; "
             f"texts {'equal' if texts == wanted else 'differ'}",
             flush=True,
         )

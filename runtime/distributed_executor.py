@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -33,6 +35,16 @@ from flexspec.runtime.step import PAGE_TOKENS, StepBatch, StepResult
 from flexspec.runtime.top_successors import top_successors
 
 
+@dataclass(slots=True)
+class Spent:
+    """Where rank 0's time in steps went, in seconds: telling, its own shard with exchanges, waiting for results."""
+
+    steps: int = 0
+    tell_s: float = 0.0
+    shard_s: float = 0.0
+    wait_s: float = 0.0
+
+
 class DistributedExecutor:
     """Rank 0's side. ``source`` is the rank that sends results (0: this one has them itself).
 
@@ -53,6 +65,8 @@ class DistributedExecutor:
         self.vocab_size, self.max_rows, self.pages = vocab_size, room.max_rows, room.pages
         self.max_positions = min(max_positions, room.pages * PAGE_TOKENS)
         self._seat, self._shard, self._source, self._feature_columns = seat, shard, source, feature_columns
+        self.spent = Spent()
+        self._told: list[tuple[dist.Work, torch.Tensor]] = []  # messages on their way, and their bytes
         self._lost = ""  # why the other ranks cannot be asked any more
         self._lock = threading.Lock()  # close may come from another thread than step
 
@@ -61,10 +75,15 @@ class DistributedExecutor:
         self._check(batch)
         with self._lock:
             try:
+                began = time.perf_counter()
                 self._tell(*encode_step(batch, want_logits, want_features))
+                told = time.perf_counter()
                 self._seat.begin(len(batch.ids_T), len(batch.logit_rows_L))
                 own = self._shard.step(batch, self._seat.meet, want_logits=want_logits, want_features=want_features)
+                ran = time.perf_counter()
                 result = own if own is not None else self._receive(batch, want_logits, want_features)
+                self._wait_told()
+                self._note(began, told, ran, time.perf_counter())
             except RuntimeError as error:
                 raise self._give_up(error) from None
         if len(result.argmax_L) and int(result.argmax_L.min()) < 0:
@@ -93,11 +112,20 @@ class DistributedExecutor:
             if not self._lost:
                 self._lost = "the executor was closed"
                 try:
+                    self._wait_told()
                     self._broadcast(encode_stop())
+                    self._wait_told()
                     self._seat.close()
                 except RuntimeError:
                     pass  # a rank that is gone needs no word
                 self._shard.close()
+
+    def _note(self, began: float, told: float, ran: float, ended: float) -> None:
+        spent = self.spent
+        spent.steps += 1
+        spent.tell_s += told - began
+        spent.shard_s += ran - told
+        spent.wait_s += ended - ran
 
     def _check(self, batch: StepBatch) -> None:
         rows, top = len(batch.ids_T), int(batch.positions_T.max(initial=-1))
@@ -117,6 +145,7 @@ class DistributedExecutor:
     def _tell(self, header: Header, body: Bytes) -> None:
         if self._lost:
             raise RuntimeError(self._lost)
+        self._wait_told()
         kind, size = check_header(header, Room(self.max_rows, self.pages))
         assert size == body.nbytes, f"message {kind} of {body.nbytes} bytes, its header says {size}"
         self._broadcast(header)
@@ -124,7 +153,15 @@ class DistributedExecutor:
             self._broadcast(body)
 
     def _broadcast(self, array: NDArray[np.generic]) -> None:
-        dist.broadcast(torch.from_numpy(array), 0, self._seat.control)
+        """Begin to send: this rank's shard need not wait until the others have woken up."""
+        tensor = torch.from_numpy(array)
+        self._told.append((dist.broadcast(tensor, 0, self._seat.control, async_op=True), tensor))
+
+    def _wait_told(self) -> None:
+        """Until all has been read; before, no more is sent."""
+        for work, _ in self._told:
+            work.wait()
+        self._told.clear()
 
     def _receive(self, batch: StepBatch, want_logits: bool, want_features: bool) -> RankResult:
         """Results of the last stage, in the order of ``_give``."""
