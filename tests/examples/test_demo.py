@@ -13,6 +13,7 @@ import pytest
 from benchmarks.measure import Answer, Comparison, Pair
 from examples.demo import Server, curl, report
 from flexspec.runtime.api import RequestStats
+from flexspec.runtime.engine import Clock
 
 SLOW_START = """
 import sys, time, http.server
@@ -60,7 +61,7 @@ def pair(tokens: int, off_s: float, on_s: float, rounds: int) -> Pair:
 
 def test_figures_can_be_recomputed_from_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
     pairs = (pair(101, 2.0, 1.0, 40), pair(51, 1.0, 0.8, 40), pair(11, 0.3, 0.1, 5))
-    report(["a" * 40, "b", "c"], Comparison(pairs, 1.0, 0.5, 2.0))
+    report(["a" * 40, "b", "c"], Comparison(pairs, Clock(1.0, 0.5, 0.0, 2.0)))
     page = capsys.readouterr().out
     rows = re.findall(r"^  (\S+) +(\d+) +(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +yes$", page, re.MULTILINE)
     assert [row[0] for row in rows] == ["a" * 29 + "...", "b", "c"]
