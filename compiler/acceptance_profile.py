@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flexspec.compiler.frontends.files import read_json_object
+from flexspec.compiler.shipped import find_file, shipped_names
 from flexspec.errors import ProfileError
 
 FORMAT = "flexspec acceptance 1"
@@ -64,15 +65,13 @@ class AcceptanceProfile:
 
 
 def shipped_profiles() -> list[str]:
-    return sorted(path.stem for path in PROFILES.glob("*.json"))
+    return shipped_names(PROFILES, ".json")
 
 
 def open_acceptance(name_or_path: str) -> AcceptanceProfile:
     """A profile by the name of one that ships, or by its path. Raises ProfileError."""
-    path = Path(name_or_path)
-    if path.suffix != ".json" and (PROFILES / f"{name_or_path}.json").is_file():
-        path = PROFILES / f"{name_or_path}.json"
-    if not path.is_file():
+    path = find_file(name_or_path, PROFILES, ".json")
+    if path is None:
         expected = f"a .json file or one of {', '.join(shipped_profiles())}"
         raise ProfileError(f"acceptance profile {name_or_path!r}", expected, "check the name")
     return read_acceptance(read_json_object(path, "an acceptance profile"), path.stem)

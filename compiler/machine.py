@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flexspec.compiler.machine_reader import Table, read_machine_toml
+from flexspec.compiler.shipped import find_file, shipped_names
 from flexspec.errors import MachineError
 from flexspec.types import DType
 
@@ -140,15 +141,13 @@ _MAY_BE_ZERO = ("reserve_bytes", "launch_us", "alpha_us", "round_us", "request_u
 
 def shipped_machines() -> list[str]:
     """Names of the machine files that come with flexspec."""
-    return sorted(path.stem for path in MACHINES.glob("*.toml"))
+    return shipped_names(MACHINES, ".toml")
 
 
 def open_machine(name_or_path: str) -> Machine:
     """The machine of a shipped file's name or of a TOML file's path. Raises MachineError."""
-    path = Path(name_or_path)
-    if path.suffix != ".toml" and (MACHINES / f"{name_or_path}.toml").is_file():
-        path = MACHINES / f"{name_or_path}.toml"
-    if not path.is_file():
+    path = find_file(name_or_path, MACHINES, ".toml")
+    if path is None:
         raise MachineError(
             f"machine {name_or_path!r}", f"a .toml file or one of {', '.join(shipped_machines())}", "check the name"
         )

@@ -15,6 +15,7 @@ from flexspec.kernels.cpu_launch import CpuLibrary
 from flexspec.kernels.cpu_pack import GetWeight, pack
 from flexspec.kernels.cpu_render import render
 from flexspec.runtime.step import PAGE_TOKENS, StepBatch, StepResult
+from flexspec.runtime.step_rules import check_finite, check_step, program_arrays
 
 
 class CpuExecutor:
@@ -64,42 +65,17 @@ class CpuExecutor:
         logits = np.empty((wanted, self.vocab_size), np.float32) if want_logits else None
         columns = self.facts.feature_columns if want_features else 0
         features = np.empty((len(batch.ids_T), columns), np.float32) if columns else None
-        arrays: dict[str, NDArray[np.generic] | None] = {
-            "ids": batch.ids_T,
-            "positions": batch.positions_T,
-            "starts": batch.starts_R1,
-            "contexts": batch.contexts_R,
-            "page_table": batch.page_table_RB,
-            "logit_rows": batch.logit_rows_L,
-            "causal": batch.causal_R,
-            "ancestors": batch.ancestors_TW,
-            "features": batch.features_TE,
-        }
-        self._library.step(arrays, argmax, logits, features)
-        if wanted and int(argmax.min()) < 0:
-            raise EngineError(
-                "logits that are not finite", "finite logits", "check the weights; bf16 may overflow where f32 does not"
-            )
+        self._library.step(program_arrays(batch), argmax, logits, features)
+        check_finite(argmax)
         return StepResult(argmax, logits, features)
 
     def _check(self, batch: StepBatch) -> None:
-        """The kernels trust their input: what could make them read elsewhere is refused here."""
-        rows = len(batch.ids_T)
-        if not 0 < rows <= self.max_rows or int(batch.positions_T.max()) >= self.max_positions:
-            raise EngineError(
-                f"a step of {rows} rows up to position {int(batch.positions_T.max(initial=-1))}",
-                f"1 to {self.max_rows} rows below position {self.max_positions}",
-                "split the step; the scheduler's limits are wrong",
-            )
-        if int(batch.ids_T.min()) < 0 or int(batch.ids_T.max()) >= self.facts.id_rows:
-            raise EngineError(
-                f"token ids from {batch.ids_T.min()} to {batch.ids_T.max()}",
-                f"ids from 0 to {self.facts.id_rows - 1}",
-                "the drafts come from another model's tokens; use sources made for this LLM",
-            )
+        check_step(batch, self.max_rows, self.max_positions, self.facts.id_rows)
         width = self.facts.reads_features
-        if width and (batch.features_TE is None or batch.features_TE.shape != (rows, width)):
-            raise EngineError("a step without its features", f"[{rows}, {width}]", "feed the LLM's features to the SSM")
+        if width and (batch.features_TE is None or batch.features_TE.shape != (len(batch.ids_T), width)):
+            raise EngineError(
+                "a step without its features", f"[{len(batch.ids_T)}, {width}]", "feed the LLM's features to the SSM"
+            )
 
     def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         return self._library.top_successors(logits_LV, k)

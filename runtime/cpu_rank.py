@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.compiler.partition import RankPart
-from flexspec.errors import EngineError
 from flexspec.graph import Graph, Node, Value
 from flexspec.kernels.cpu_build import build_path, supported_isas
 from flexspec.kernels.cpu_exchange import first_id, split_logits
@@ -23,6 +22,7 @@ from flexspec.kernels.cpu_launch import CpuLibrary
 from flexspec.kernels.cpu_pack import pack
 from flexspec.kernels.cpu_render import render
 from flexspec.runtime.step import PAGE_TOKENS, StepBatch
+from flexspec.runtime.step_rules import check_finite, program_arrays
 
 Rows = NDArray[np.float32]
 Meet = Callable[[int, Node, Rows | None], Rows]  # (rank, exchange, rows [n, columns] to give) -> rows that it gets
@@ -107,27 +107,16 @@ class CpuRank:
             if target is not None:
                 target[:, : _columns_of(node.outputs[0])] = result
 
-        arrays: dict[str, NDArray[np.generic] | None] = {
-            "ids": batch.ids_T,
-            "positions": batch.positions_T,
-            "starts": batch.starts_R1,
-            "contexts": batch.contexts_R,
-            "page_table": batch.page_table_RB,
-            "logit_rows": batch.logit_rows_L,
-            "causal": batch.causal_R,
-            "ancestors": batch.ancestors_TW,
-            "features": batch.features_TE if self.facts.reads_features else None,
-        }
+        arrays = program_arrays(batch)
+        if not self.facts.reads_features:
+            arrays["features"] = None
         self._library.step(arrays, argmax, logits, features, on_exchange, first_id(self._graph))
         if not self.facts.outputs:
             return None
         if self._join is not None:
             assert logits is not None
             argmax, logits = self._joined(self._join, meet, argmax, logits, want_logits)
-        if wanted and int(argmax.min()) < 0:
-            raise EngineError(
-                "logits that are not finite", "finite logits", "check the weights; bf16 may overflow where f32 does not"
-            )
+        check_finite(argmax)
         return RankResult(argmax, logits, features)
 
     def _joined(

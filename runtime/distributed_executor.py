@@ -32,6 +32,7 @@ from flexspec.runtime.distributed_message import (
     encode_stop,
 )
 from flexspec.runtime.step import PAGE_TOKENS, StepBatch, StepResult
+from flexspec.runtime.step_rules import check_finite, check_step
 from flexspec.runtime.top_successors import top_successors
 
 
@@ -72,7 +73,7 @@ class DistributedExecutor:
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
         """One step of all ranks. Raises EngineError for sizes that do not fit, and when a rank is gone."""
-        self._check(batch)
+        check_step(batch, self.max_rows, self.max_positions, self.vocab_size)
         with self._lock:
             try:
                 began = time.perf_counter()
@@ -86,10 +87,7 @@ class DistributedExecutor:
                 self._note(began, told, ran, time.perf_counter())
             except RuntimeError as error:
                 raise self._give_up(error) from None
-        if len(result.argmax_L) and int(result.argmax_L.min()) < 0:
-            raise EngineError(
-                "logits that are not finite", "finite logits", "check the weights; bf16 may overflow where f32 does not"
-            )
+        check_finite(result.argmax_L)
         return StepResult(result.argmax_L, result.logits_LV, result.features_TE)
 
     def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -126,21 +124,6 @@ class DistributedExecutor:
         spent.tell_s += told - began
         spent.shard_s += ran - told
         spent.wait_s += ended - ran
-
-    def _check(self, batch: StepBatch) -> None:
-        rows, top = len(batch.ids_T), int(batch.positions_T.max(initial=-1))
-        if not 0 < rows <= self.max_rows or top >= self.max_positions:
-            raise EngineError(
-                f"a step of {rows} rows up to position {top}",
-                f"1 to {self.max_rows} rows below position {self.max_positions}",
-                "split the step; the scheduler's limits are wrong",
-            )
-        if int(batch.ids_T.min()) < 0 or int(batch.ids_T.max()) >= self.vocab_size:
-            raise EngineError(
-                f"token ids from {batch.ids_T.min()} to {batch.ids_T.max()}",
-                f"ids from 0 to {self.vocab_size - 1}",
-                "the drafts come from another model's tokens; use sources made for this LLM",
-            )
 
     def _tell(self, header: Header, body: Bytes) -> None:
         if self._lost:
