@@ -89,6 +89,7 @@ class CpuLibrary:
         self._ctx: int | None = None
         self._lib, self.facts = _load(library)
         _check_weights(library, self.facts, weights)
+        self._meets = hasattr(self._lib, "fs_on_exchange")  # looked up once: a missing symbol is slow to miss
         self._weights = list(weights)  # kept alive: the program reads them in place
         self._table = table = (ctypes.c_void_p * len(weights))(*[w.ctypes.data for w in weights])
         positions = min(max_positions, self.facts.max_positions)  # scratch is sized by them
@@ -122,7 +123,7 @@ class CpuLibrary:
         block.argmax, block.logits = _address(argmax_L), _address(logits_LV)
         block.features_out = _address(features_out)
         failed: list[BaseException] = []
-        keep_alive = self._listen(on_exchange, first_id, failed)
+        keep_alive = self._listen(on_exchange, first_id, failed) if self._meets else None
         refused = self._lib.fs_step(ctypes.c_void_p(self._ctx), ctypes.byref(block))
         del keep_alive
         if failed:
@@ -134,8 +135,6 @@ class CpuLibrary:
 
     def _listen(self, on_exchange: OnExchange | None, first_id: int, failed: list[BaseException]) -> object:
         """Tell the program whom to call at exchanges; after a failure the step only runs to its end."""
-        if not hasattr(self._lib, "fs_on_exchange"):
-            return None
         if on_exchange is None:
             raise EngineError("one rank's program alone", "all ranks of its plan", "run it by its plan")
         call = on_exchange
