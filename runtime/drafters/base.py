@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree
 
@@ -55,3 +56,14 @@ class Drafter(Protocol):
         ...
 
     def end(self, request_id: int) -> None: ...
+
+
+@runtime_checkable
+class ModelDrafter(Drafter, Protocol):
+    """A drafter that runs a model: each step of it costs a few percent of a round.
+
+    While ``worth`` is set it asks for every level behind the first whether its step pays, and books what its steps
+    took; whether the first pays is the caller's to ask.
+    """
+
+    worth: StepWorth | None

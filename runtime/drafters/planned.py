@@ -12,12 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.runtime.drafters.base import Drafter, DraftRequest
+from flexspec.runtime.drafters.base import Drafter, DraftRequest, ModelDrafter
 from flexspec.runtime.drafters.budget import StepCost, choose_budget
 from flexspec.runtime.drafters.calibrate import Calibration
 from flexspec.runtime.drafters.merge import best_chain, merge_trees, most_promising, path_survival, take_nodes
 from flexspec.runtime.drafters.plan import DraftPlan, worst_case
-from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.tree import TokenTree
 
@@ -54,8 +53,8 @@ class PlannedDrafter:
         self._drafters = [by_name[source] for source in sources]
         self.reads_features = any(drafter.reads_features for drafter in self._drafters)
         self._clock = clock
-        self.models = [drafter for drafter in self._drafters if isinstance(drafter, SsmDrafter)]
-        self._others = [drafter for drafter in self._drafters if not isinstance(drafter, SsmDrafter)]
+        self.models = [drafter for drafter in self._drafters if isinstance(drafter, ModelDrafter)]
+        self._others = [drafter for drafter in self._drafters if not isinstance(drafter, ModelDrafter)]
         self._last_round: tuple[list[int], float] | None = None  # its requests, and when it began
         self._tokens = 0  # committed since then
 

@@ -180,7 +180,9 @@ def test_an_ssm_is_asked_where_its_step_is_cheap_against_the_tokens(monkeypatch:
             "budget:20/sources=suffix+ngram+ssm", StepCost.from_points([(1, 1.0), (64, 1.5)]), clock.__next__
         )
         _, rounds = serve(drafter, {1: [1, 2]}, 200)
-        return drafter.models[0].counts["steps"], rounds
+        ssm = drafter.models[0]
+        assert isinstance(ssm, SsmDrafter)
+        return ssm.counts["steps"], rounds
 
     dear, rounds = steps(1e9)
     cheap, _ = steps(1e-12)
