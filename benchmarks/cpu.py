@@ -41,8 +41,9 @@ from benchmarks.moments import Bandwidth, bracket  # noqa: E402
 from examples.demo import Server, compiled  # noqa: E402
 from flexspec.runtime.open_engine import ServeOptions, open_engine  # noqa: E402
 from flexspec.runtime.pages import RowGroup, pack_rows  # noqa: E402
-from flexspec.runtime.step import PAGE_TOKENS, Executor  # noqa: E402
+from flexspec.runtime.step import Executor  # noqa: E402
 from flexspec.sampling import SamplingParams  # noqa: E402
+from flexspec.types import PAGE_TOKENS  # noqa: E402
 
 BUILD = ROOT / "build" / "bench"
 TREE_SIZES = (8, 16, 32, 64)

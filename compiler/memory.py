@@ -7,8 +7,7 @@ from dataclasses import astuple, dataclass, fields
 from flexspec.compiler.machine import Device
 from flexspec.compiler.profile import ModelProfile, step_sizes
 from flexspec.errors import CapacityError
-
-PAGE_TOKENS = 32
+from flexspec.types import PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,8 @@ from flexspec.graph import Attr, Graph, Node, Value
 from flexspec.models.config import RopeConfig
 from flexspec.ops.record import record_of
 from flexspec.text import NAME
-from flexspec.types import Dim, DType, Role, TensorType
+from flexspec.types import PAGE_TOKENS, Dim, DType, Role, TensorType
 from flexspec.verifier import check_attrs, verify
-
-PAGE_TOKENS = 32  # tokens of a KV page: the second dim of every cache
 
 _ROPE_FIELDS = {  # which fields a kind reads; the others are reset so that equal rotations have equal attributes
     "default": (),

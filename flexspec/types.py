@@ -12,6 +12,8 @@ from enum import Enum
 
 Dim = int | str
 
+PAGE_TOKENS = 32  # tokens a KV page; also the key block of attention (kPage), so that block edges are fixed by position
+
 
 class DType(Enum):
     """Element types; the value is the name in the text form."""

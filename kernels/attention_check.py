@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from flexspec.kernels.tree_attention import row_tiles, step_tables, tree_attention
 from flexspec.kernels.triton_launch import Kernels
-from flexspec.kernels.triton_spec import PAGE_TOKENS, Variant
-from flexspec.types import DType
+from flexspec.kernels.triton_spec import Variant
+from flexspec.types import PAGE_TOKENS, DType
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from flexspec.errors import CompileError
 from flexspec.graph import Graph
 from flexspec.ops.record import record_of
-from flexspec.types import DType
+from flexspec.types import PAGE_TOKENS, DType
 
-PAGE_TOKENS = 32  # same constant as runtime/step.py, which this layer may not import
 KERNEL = "tree_attention"  # KernelKey.triton of the operators that these kernels serve
 MODES = ("tree_verify", "incremental")
 DTYPES = {DType.F32: "fp32", DType.F16: "fp16", DType.BF16: "bf16"}  # our name -> Triton's

@@ -18,9 +18,9 @@ from flexspec.compiler.machine import Machine, open_machine
 from flexspec.runtime.link_probe import probe_links
 from flexspec.runtime.open_engine import ServeOptions, open_engine
 from flexspec.runtime.pages import RowGroup, pack_rows
-from flexspec.runtime.step import PAGE_TOKENS, Executor, StepBatch
+from flexspec.runtime.step import Executor, StepBatch
 from flexspec.text import parse_graph
-from flexspec.types import DType, Role
+from flexspec.types import PAGE_TOKENS, DType, Role
 
 TEMPLATE = "cpu2"  # the shipped file whose datasheet values are kept
 _ROWS = (1, 2, 4, 8, 16, 32, 48, 64)

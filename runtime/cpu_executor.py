@@ -14,8 +14,9 @@ from flexspec.kernels.cpu_build import build_path, supported_isas
 from flexspec.kernels.cpu_launch import CpuLibrary
 from flexspec.kernels.cpu_pack import GetWeight, pack
 from flexspec.kernels.cpu_render import render
-from flexspec.runtime.step import PAGE_TOKENS, StepBatch, StepResult
+from flexspec.runtime.step import StepBatch, StepResult
 from flexspec.runtime.step_rules import check_finite, check_step, program_arrays
+from flexspec.types import PAGE_TOKENS
 
 
 class CpuExecutor:

@@ -21,8 +21,9 @@ from flexspec.kernels.cpu_exchange import first_id, split_logits
 from flexspec.kernels.cpu_launch import CpuLibrary
 from flexspec.kernels.cpu_pack import pack
 from flexspec.kernels.cpu_render import render
-from flexspec.runtime.step import PAGE_TOKENS, StepBatch
+from flexspec.runtime.step import StepBatch
 from flexspec.runtime.step_rules import check_finite, program_arrays
+from flexspec.types import PAGE_TOKENS
 
 Rows = NDArray[np.float32]
 Meet = Callable[[int, Node, Rows | None], Rows]  # (rank, exchange, rows [n, columns] to give) -> rows that it gets

@@ -31,9 +31,10 @@ from flexspec.runtime.distributed_message import (
     encode_step,
     encode_stop,
 )
-from flexspec.runtime.step import PAGE_TOKENS, StepBatch, StepResult
+from flexspec.runtime.step import StepBatch, StepResult
 from flexspec.runtime.step_rules import check_finite, check_step
 from flexspec.runtime.top_successors import top_successors
+from flexspec.types import PAGE_TOKENS
 
 
 @dataclass(slots=True)

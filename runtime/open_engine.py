@@ -36,8 +36,9 @@ from flexspec.runtime.engine import Engine
 from flexspec.runtime.observer import Observer
 from flexspec.runtime.pages import RowGroup, pack_rows
 from flexspec.runtime.scheduler import Limits
-from flexspec.runtime.step import PAGE_TOKENS, Executor
+from flexspec.runtime.step import Executor
 from flexspec.runtime.tokenizer import Detokenizer, Tokenizer
+from flexspec.types import PAGE_TOKENS
 
 DEFAULT_DRAFT = "auto"
 NGRAM_FILE = "ngram.safetensors"

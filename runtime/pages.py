@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.runtime.step import PAGE_TOKENS, StepBatch
+from flexspec.runtime.step import StepBatch
+from flexspec.types import PAGE_TOKENS
 
 
 class PageAllocator:

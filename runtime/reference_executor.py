@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from flexspec.errors import WeightError
 from flexspec.graph import Graph
 from flexspec.kernels.reference import TORCH_DTYPES, run_graph
-from flexspec.runtime.step import PAGE_TOKENS, StepBatch, StepResult
+from flexspec.runtime.step import StepBatch, StepResult
 from flexspec.runtime.top_successors import top_successors
-from flexspec.types import Role
+from flexspec.types import PAGE_TOKENS, Role
 
 
 class ReferenceExecutor:

@@ -16,8 +16,9 @@ from flexspec.compiler.shares import cut_weights
 from flexspec.errors import EngineError
 from flexspec.runtime.cpu_rank import CpuRank, RankResult
 from flexspec.runtime.reference_transport import ThreadMeetings
-from flexspec.runtime.step import PAGE_TOKENS, StepBatch, StepResult
+from flexspec.runtime.step import StepBatch, StepResult
 from flexspec.runtime.top_successors import top_successors
+from flexspec.types import PAGE_TOKENS
 
 
 class CpuRanks:

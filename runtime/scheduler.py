@@ -20,8 +20,8 @@ from flexspec.runtime.drafters.plan import WorstCase
 from flexspec.runtime.pages import PageAllocator
 from flexspec.runtime.sequence import Detokenizer
 from flexspec.runtime.sequence import Sequence as TokenSequence
-from flexspec.runtime.step import PAGE_TOKENS
 from flexspec.sampling import SamplingParams
+from flexspec.types import PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-PAGE_TOKENS = 32  # tokens a KV page; also the key block of attention, so that block edges are fixed by position
+from flexspec.types import PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

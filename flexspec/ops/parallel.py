@@ -7,12 +7,12 @@ calls it, or does the same by messages. ``partition`` is local.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flexspec.ops.checks import activation, require
 from flexspec.ops.elementwise import flops_per_element
-from flexspec.ops.record import Attrs, KernelKey, OpRecord, io_bytes, register
+from flexspec.ops.record import Attrs, KernelKey, OpRecord, Reference, ShapeRule, io_bytes, register
 from flexspec.types import DType, Role, TensorType
 
 if TYPE_CHECKING:
@@ -149,97 +149,69 @@ def _same(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, .
     return (inputs[0],)
 
 
-PARTITION = register(
-    OpRecord(
-        name="partition",
-        doc="A rank's share of a whole x: entries first to end (not included) along dim. Local.",
-        arity=(1, 1),
-        shape=_partition_shape,
-        flops=flops_per_element(1),
-        bytes=io_bytes,
-        layouts=(),
-        reference=_partition,
-        kernel=KernelKey(cpu="partition"),
-        attrs={"dim": int, "first": int, "end": int},
+def _between_ranks(
+    name: str,
+    doc: str,
+    shape: ShapeRule,
+    reference: Reference,
+    attrs: Mapping[str, type],
+    kernel: KernelKey = _EXCHANGE,
+) -> OpRecord:
+    """The record of an operator of one operand that has no layouts of its own: it is what layouts are made of."""
+    return register(
+        OpRecord(
+            name=name,
+            doc=doc,
+            arity=(1, 1),
+            shape=shape,
+            flops=flops_per_element(1),
+            bytes=io_bytes,
+            layouts=(),
+            reference=reference,
+            kernel=kernel,
+            attrs=attrs,
+            exchange=kernel.triton == "exchange",
+        )
     )
-)
 
-COMBINE = register(
-    OpRecord(
-        name="combine",
-        doc="The shares of all ranks joined along dim (all-gather); sizes by rank, this rank's being sizes[part].",
-        arity=(1, 1),
-        shape=_combine_shape,
-        flops=flops_per_element(1),
-        bytes=io_bytes,
-        layouts=(),
-        reference=_combine,
-        kernel=_EXCHANGE,
-        attrs={"dim": int, "ranks": tuple, "sizes": tuple, "part": int},
-        exchange=True,
-    )
-)
 
-REDUCE = register(
-    OpRecord(
-        name="reduce",
-        doc="The sum of all ranks' x, on each of them (all-reduce).",
-        arity=(1, 1),
-        shape=_reduce_shape,
-        flops=flops_per_element(1),
-        bytes=io_bytes,
-        layouts=(),
-        reference=_reduce,
-        kernel=_EXCHANGE,
-        attrs={"ranks": tuple},
-        exchange=True,
-    )
+PARTITION = _between_ranks(
+    "partition",
+    "A rank's share of a whole x: entries first to end (not included) along dim. Local.",
+    _partition_shape,
+    _partition,
+    {"dim": int, "first": int, "end": int},
+    KernelKey(cpu="partition"),
 )
-
-REPLICATE = register(
-    OpRecord(
-        name="replicate",
-        doc="The root's x on all ranks (broadcast); elsewhere the operand only tells the number of rows.",
-        arity=(1, 1),
-        shape=_replicate_shape,
-        flops=flops_per_element(1),
-        bytes=io_bytes,
-        layouts=(),
-        reference=_replicate,
-        kernel=_EXCHANGE,
-        attrs={"ranks": tuple, "root": int, "dtype": str, "columns": tuple},
-        exchange=True,
-    )
+COMBINE = _between_ranks(
+    "combine",
+    "The shares of all ranks joined along dim (all-gather); sizes by rank, this rank's being sizes[part].",
+    _combine_shape,
+    _combine,
+    {"dim": int, "ranks": tuple, "sizes": tuple, "part": int},
 )
-
-SEND = register(
-    OpRecord(
-        name="send",
-        doc="Give x to the rank `to`, which takes it with a recv of this channel; the result is x itself.",
-        arity=(1, 1),
-        shape=_send_shape,
-        flops=flops_per_element(1),
-        bytes=io_bytes,
-        layouts=(),
-        reference=_same,
-        kernel=KernelKey(cpu="send", triton="exchange"),
-        attrs={"to": int, "channel": int},
-        exchange=True,
-    )
+REDUCE = _between_ranks(
+    "reduce", "The sum of all ranks' x, on each of them (all-reduce).", _reduce_shape, _reduce, {"ranks": tuple}
 )
-
-RECV = register(
-    OpRecord(
-        name="recv",
-        doc="What rank `source` sent on this channel: [rows of the operand, *columns]; the operand is a step input.",
-        arity=(1, 1),
-        shape=_recv_shape,
-        flops=flops_per_element(1),
-        bytes=io_bytes,
-        layouts=(),
-        reference=_same,
-        kernel=_EXCHANGE,
-        attrs={"source": int, "channel": int, "dtype": str, "columns": tuple},
-        exchange=True,
-    )
+REPLICATE = _between_ranks(
+    "replicate",
+    "The root's x on all ranks (broadcast); elsewhere the operand only tells the number of rows.",
+    _replicate_shape,
+    _replicate,
+    {"ranks": tuple, "root": int, "dtype": str, "columns": tuple},
+)
+SEND = _between_ranks(
+    "send",
+    "Give x to the rank `to`, which takes it with a recv of this channel; the result is x itself.",
+    _send_shape,
+    _same,
+    {"to": int, "channel": int},
+    KernelKey(cpu="send", triton="exchange"),
+)
+RECV = _between_ranks(
+    "recv",
+    "What rank `source` sent on this channel: [rows of the operand, *columns]; the operand is a step input.",
+    _recv_shape,
+    _same,
+    {"source": int, "channel": int, "dtype": str, "columns": tuple},
 )

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.errors import CapacityError
-from flexspec.runtime.step import PAGE_TOKENS, Executor, StepBatch, StepResult
+from flexspec.runtime.step import Executor, StepBatch, StepResult
 from flexspec.runtime.tune.config import GenerateConfig
 from flexspec.runtime.tune.corpus import (
     Conversation,
@@ -31,6 +31,7 @@ from flexspec.runtime.tune.corpus import (
     write_shard,
 )
 from flexspec.runtime.tune.prompts import ChatFrame, PromptPlan, Text, plan_prompt
+from flexspec.types import PAGE_TOKENS
 
 Report = Callable[[int, int, str], None]  # (done, total, detail)
 _LAG = 2  # a shard's tasks build on texts of shards at least so far behind, so that neighbours overlap in one batch

@@ -16,7 +16,7 @@ import torch
 from flexspec.compiler.frontends.open_model import LoadedModel, open_model
 from flexspec.compiler.ngram_table import build_table
 from flexspec.ops.rope import rope_tables
-from flexspec.runtime.step import PAGE_TOKENS, Executor
+from flexspec.runtime.step import Executor
 from flexspec.runtime.tune.config import TuneConfig
 from flexspec.runtime.tune.corpus import Conversation, kept_tokens, read_corpus, sequences, shard_exists, split
 from flexspec.runtime.tune.evaluate import HitRates, hit_rates
@@ -26,6 +26,7 @@ from flexspec.runtime.tune.host import keep_large_blocks
 from flexspec.runtime.tune.llm import open_executor, open_tokenizer
 from flexspec.runtime.tune.model import FusedStateNet, Weights, initial_weights, ssm_config
 from flexspec.runtime.tune.train import Teacher, Trainer, kept_tensor, prepare_torch
+from flexspec.types import PAGE_TOKENS
 
 Progress = Callable[[str, int, int], None]  # (phase, done, total)
 Log = Callable[[str], None]

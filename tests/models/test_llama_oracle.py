@@ -14,9 +14,9 @@ from flexspec.compiler.pipeline import LLM_PASSES, run_passes
 from flexspec.models.config import ModelConfig, RopeConfig
 from flexspec.models.registry import build_model, expected_weights
 from flexspec.runtime.reference_executor import ReferenceExecutor
-from flexspec.runtime.step import PAGE_TOKENS, StepBatch
+from flexspec.runtime.step import StepBatch
 from flexspec.tree import TokenTree
-from flexspec.types import DType
+from flexspec.types import PAGE_TOKENS, DType
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from flexspec.runtime.pages import PageAllocator, RowGroup, pack_rows
-from flexspec.runtime.step import PAGE_TOKENS
 from flexspec.tree import TokenTree
+from flexspec.types import PAGE_TOKENS
 
 
 def test_pages_have_one_owner_and_come_back() -> None:

@@ -12,8 +12,8 @@ from flexspec.errors import WeightError
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model, expected_weights
 from flexspec.runtime.reference_executor import ReferenceExecutor
-from flexspec.runtime.step import PAGE_TOKENS, Executor, StepBatch
-from flexspec.types import DType
+from flexspec.runtime.step import Executor, StepBatch
+from flexspec.types import PAGE_TOKENS, DType
 
 CONFIG = ModelConfig("llama", 40, 32, 2, 4, 2, 8, 48, 1e-5, 64)
 

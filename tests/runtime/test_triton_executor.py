@@ -16,10 +16,10 @@ from flexspec.graph import Graph
 from flexspec.models.config import ModelConfig
 from flexspec.models.fused_state import build_fused_state
 from flexspec.models.llama import build_llama
-from flexspec.runtime.step import PAGE_TOKENS, StepBatch
+from flexspec.runtime.step import StepBatch
 from flexspec.runtime.triton_executor import TritonExecutor
 from flexspec.tree import TokenTree
-from flexspec.types import DType, Role
+from flexspec.types import PAGE_TOKENS, DType, Role
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=61, hidden_size=48, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_size=64,

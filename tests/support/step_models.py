@@ -14,9 +14,8 @@ from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model, expected_weights
 from flexspec.runtime.cpu_executor import CpuExecutor
 from flexspec.runtime.pages import RowGroup
-from flexspec.runtime.step import PAGE_TOKENS
 from flexspec.tree import TokenTree
-from flexspec.types import DType
+from flexspec.types import PAGE_TOKENS, DType
 
 Weights = Mapping[str, NDArray[np.float32]]
 

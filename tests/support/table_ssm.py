@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.runtime.step import PAGE_TOKENS, StepBatch, StepResult
+from flexspec.runtime.step import StepBatch, StepResult
 from flexspec.runtime.top_successors import top_successors
+from flexspec.types import PAGE_TOKENS
 
 FEATURE_SIZE = 4
 Path = tuple[int, ...]
