@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from flexspec.compiler.plan_choice import place_devices
-from flexspec.compiler.plan_page import stage_bytes, timeline
+from flexspec.compiler.plan_choice import place_devices, plan_bytes
+from flexspec.compiler.plan_page import timeline
 from flexspec.compiler.problem import PLACE_WORDS, Problem
 from flexspec.compiler.search import Candidate
 
@@ -36,7 +36,7 @@ def _devices(problem: Problem, plan: Candidate, y: int) -> tuple[list[str], int]
     layout = place_devices(problem, plan.place, plan.cuts)
     stage_of = {device: i for i, stage in enumerate(layout.stages) for device in stage}
     drafts = {device for ssm in layout.ssms for device in ssm}
-    held = stage_bytes(problem, plan)
+    held = plan_bytes(problem, plan.place, plan.cuts)
     parts, device = [], 0
     for node, kind in enumerate(problem.machine.node_kinds()):
         x = _LEFT

@@ -37,8 +37,12 @@ class RankBytes:
         return int(sum(astuple(self))) - self.limit
 
     @property
+    def free(self) -> int:
+        return self.limit - self.total
+
+    @property
     def fits(self) -> bool:
-        return self.total <= self.limit
+        return self.free >= 0
 
     def table(self) -> list[tuple[str, int]]:
         """Rows for people, with the total and the limit."""

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexspec.compiler.acceptance_profile import OFF, DraftEntry
+from flexspec.compiler.memory import RankBytes
 from flexspec.compiler.plan import Plan, Stage
 from flexspec.compiler.problem import Pool, Problem, SsmPlace
 from flexspec.compiler.prove import Certificate
-from flexspec.compiler.rounds import Cut, Prices, micro_batch_counts, round_cost
+from flexspec.compiler.rounds import Cut, Prices, micro_batch_counts, round_cost, value_us
 from flexspec.compiler.search import Candidate
 
 
@@ -138,9 +139,8 @@ def make_plan(
 
 def best_choice(problem: Problem, place: SsmPlace, cuts: tuple[Cut, ...]) -> Candidate | None:
     """The best draft plan, batch and micro-batches for given stages; None if none meets the limit."""
-    from flexspec.compiler.rounds import value_us
-
     batches = (problem.requests,) if problem.objective == "latency" else problem.batches
+    free_bytes = least_free_bytes(problem, place, cuts)
     best: Candidate | None = None
     for entry in problem.entries_at(place):
         for batch in batches:
@@ -148,7 +148,7 @@ def best_choice(problem: Problem, place: SsmPlace, cuts: tuple[Cut, ...]) -> Can
                 period = round_cost(Prices(problem, place, entry, -(-batch // count)), cuts).period_us(count)
                 value = value_us(problem, entry, batch, period)
                 if not math.isinf(value) and (best is None or value < best.value_us):
-                    best = Candidate(value, period, place, entry, batch, count, cuts)
+                    best = Candidate(value, period, place, entry, batch, count, cuts, free_bytes)
     return best
 
 
@@ -170,7 +170,7 @@ def uniform_plans(problem: Problem) -> list[Candidate]:
                         zip(slots[:count], even_cuts(problem.llm.blocks, count), strict=True)
                     )
                 )
-                if _fits(problem, place, cuts):
+                if least_free_bytes(problem, place, cuts) >= 0:
                     each = best_choice(problem, place, cuts)
                     found += [each] if each else []
     return sorted(found, key=lambda each: each.value_us)
@@ -186,9 +186,15 @@ def _slots(pools: Sequence[Pool], degree: int) -> list[tuple[int, bool]]:
     ]  # fmt: skip
 
 
-def _fits(problem: Problem, place: SsmPlace, cuts: Sequence[Cut]) -> bool:
+def plan_bytes(problem: Problem, place: SsmPlace, cuts: Sequence[Cut]) -> list[RankBytes]:
+    """Memory of the largest rank of each stage."""
     final = len(cuts) - 1
-    return all(
-        cut.blocks <= problem.most_blocks(cut.kind, cut.degree, place, first=i == 0, last=i == final)
+    return [
+        problem.stage_bytes(cut.kind, cut.degree, cut.blocks, place, first=i == 0, last=i == final)
         for i, cut in enumerate(cuts)
-    )
+    ]
+
+
+def least_free_bytes(problem: Problem, place: SsmPlace, cuts: Sequence[Cut]) -> float:
+    """Bytes free on the fullest device; below 0 the plan does not fit."""
+    return min([problem.drafting_free_bytes(place), *(held.free for held in plan_bytes(problem, place, cuts))])

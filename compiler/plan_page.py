@@ -7,8 +7,7 @@ from typing import Any
 
 from flexspec.compiler.acceptance_profile import AcceptanceProfile
 from flexspec.compiler.explain import Explanation, describe
-from flexspec.compiler.memory import RankBytes, rank_bytes
-from flexspec.compiler.plan_choice import place_devices
+from flexspec.compiler.plan_choice import place_devices, plan_bytes
 from flexspec.compiler.problem import PLACE_WORDS, Problem
 from flexspec.compiler.prove import Certificate
 from flexspec.compiler.rounds import Prices, RoundCost, round_cost
@@ -147,21 +146,9 @@ def _timeline(problem: Problem, plan: Candidate) -> list[str]:
     return lines
 
 
-def stage_bytes(problem: Problem, plan: Candidate) -> list[RankBytes]:
-    """Memory of the largest rank of each stage."""
-    final = len(plan.cuts) - 1
-    return [
-        rank_bytes(
-            problem.llm, cut.degree, cut.blocks, problem.workload, problem.kind(cut.kind).device,
-            first=i == 0, last=i == final, ssm=problem.extra_bytes(plan.place, first=i == 0, last=i == final),
-        )
-        for i, cut in enumerate(plan.cuts)
-    ]  # fmt: skip
-
-
 def _memory(problem: Problem, plan: Candidate) -> list[str]:
     lines = []
-    for i, held in enumerate(stage_bytes(problem, plan)):
+    for i, held in enumerate(plan_bytes(problem, plan.place, plan.cuts)):
         bar = "".join(mark * round(getattr(held, name) / held.limit * BAR) for name, mark in _MARKS)
         bar += "r" * round(held.reserve / held.limit * BAR)
         lines.append(
@@ -224,7 +211,7 @@ def plan_json(
         "requests": problem.requests,
         "context_tokens": problem.context_tokens,
         "round_us": dict(timeline(problem, plan)),
-        "memory_bytes": [dict(held.table()) for held in stage_bytes(problem, plan)],
+        "memory_bytes": [dict(held.table()) for held in plan_bytes(problem, plan.place, plan.cuts)],
         "constants": {
             name: {"value": c.value, "correction": c.correction, "origin": c.origin}
             for name, c in problem.machine.constants()

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flexspec.compiler.acceptance_profile import OFF, DraftEntry
-from flexspec.compiler.memory import rank_bytes
-from flexspec.compiler.plan_choice import best_choice
+from flexspec.compiler.plan_choice import best_choice, least_free_bytes, plan_bytes
 from flexspec.compiler.problem import PLACES, Problem, SsmPlace
 from flexspec.compiler.rounds import Cut, Prices, micro_batch_counts, round_cost, value_us
 from flexspec.compiler.search import Candidate
@@ -63,16 +62,10 @@ def read_plan(path: Path, problem: Problem) -> HandPlan:
 def score_plan(problem: Problem, plan: HandPlan) -> Candidate:
     """The plan's price. Raises PlanError for stages that cannot be, CapacityError with the bytes of a rank too full."""
     cuts = _cuts(problem, plan)
-    final = len(cuts) - 1
-    for i, cut in enumerate(cuts):
-        first, last = i == 0, i == final
-        extra = problem.extra_bytes(plan.place, first=first, last=last)
-        device = problem.kind(cut.kind).device
-        parts = rank_bytes(
-            problem.llm, cut.degree, cut.blocks, problem.workload, device, first=first, last=last, ssm=extra
-        )
-        if not parts.fits:
-            raise parts.refuse(f"a rank of stage {i} ({cut.blocks} blocks, degree {cut.degree}, {device.name})")
+    for i, (cut, held) in enumerate(zip(cuts, plan_bytes(problem, plan.place, cuts), strict=True)):
+        if not held.fits:
+            device = problem.kind(cut.kind).device.name
+            raise held.refuse(f"a rank of stage {i} ({cut.blocks} blocks, degree {cut.degree}, {device})")
     if plan.draft is None and plan.batch is None and plan.micro_batches is None:
         found = best_choice(problem, plan.place, cuts)
     else:
@@ -89,13 +82,13 @@ def _chosen(problem: Problem, plan: HandPlan, cuts: tuple[Cut, ...]) -> Candidat
     if (plan.micro_batches or 1) > batch:
         raise PlanError(f"{plan.micro_batches} micro-batches of {batch} requests", "at most one a request", _FIX)
     entries: list[DraftEntry] = [e for e in (OFF, *problem.drafting) if plan.draft in (None, e.draft)]
+    free_bytes = least_free_bytes(problem, plan.place, cuts)
     best: Candidate | None = None
     for entry in entries:
         for count in [plan.micro_batches] if plan.micro_batches else micro_batch_counts(batch):
             period = round_cost(Prices(problem, plan.place, entry, -(-batch // count)), cuts).period_us(count)
-            each = Candidate(
-                value_us(problem, entry, batch, period), period, plan.place, entry, batch, count, cuts
-            )  # fmt: skip
+            value = value_us(problem, entry, batch, period)
+            each = Candidate(value, period, plan.place, entry, batch, count, cuts, free_bytes)
             best = each if best is None or each.value_us < best.value_us else best
     return best if best and best.value_us < float("inf") else None
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexspec.compiler.acceptance_profile import OFF, DraftEntry
 from flexspec.compiler.machine import Machine, NodeKind
-from flexspec.compiler.memory import Workload, rank_bytes, ssm_bytes
+from flexspec.compiler.memory import RankBytes, Workload, rank_bytes, ssm_bytes
 from flexspec.compiler.profile import ModelProfile
 from flexspec.errors import PlanError
 
@@ -21,6 +22,7 @@ PLACE_WORDS = {
     "all": "data parallel over all devices",
 }
 MAX_REQUESTS = 4096
+TIE = 1 + 1e-10  # values within this factor are equal: sums of the same times in another order differ by less
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +104,11 @@ class Problem:
         if not self.drafting:
             return found
         for number, kind in enumerate(self.machine.kinds):
-            fits = all(ssm_bytes(ssm, self.workload) <= free_bytes(kind) for ssm in self.ssms)
+            fits = all(ssm_bytes(ssm, self.workload) <= device_bytes(kind) for ssm in self.ssms)
             if kind.devices >= len(self.ssms) and self.machine.devices > len(self.ssms) and fits:
                 found.append(SsmPlace("own", number))
         found += [SsmPlace("first"), SsmPlace("last")]
-        if self.machine.devices > 1 and all(self.ssm_share_bytes <= free_bytes(kind) for kind in self.machine.kinds):
+        if self.machine.devices > 1 and all(self.ssm_share_bytes <= device_bytes(kind) for kind in self.machine.kinds):
             found.append(SsmPlace("all"))
         return found
 
@@ -126,17 +128,29 @@ class Problem:
                 pools.append(Pool(number, kind.devices - len(self.ssms), 1))
         return tuple(pools)
 
+    def stage_bytes(
+        self, kind: int, degree: int, blocks: int, place: SsmPlace, *, first: bool, last: bool
+    ) -> RankBytes:
+        """The largest rank of a stage, with the SSMs that live there."""
+        extra = self.extra_bytes(place, first=first, last=last)
+        device = self.kind(kind).device
+        return rank_bytes(self.llm, degree, blocks, self.workload, device, first=first, last=last, ssm=extra)
+
+    def free_bytes(self, kind: int, degree: int, place: SsmPlace, *, first: bool, last: bool) -> tuple[int, int]:
+        """(bytes that a stage without blocks leaves free, bytes that each block takes of them)."""
+        none, one = (self.stage_bytes(kind, degree, n, place, first=first, last=last) for n in (0, 1))
+        return none.free, none.free - one.free  # the memory function is linear in blocks
+
     def most_blocks(self, kind: int, degree: int, place: SsmPlace, *, first: bool, last: bool) -> int:
         """Blocks that a stage can hold; -1 if it cannot even hold what stands around its blocks."""
-        device = self.kind(kind).device
-        extra = self.extra_bytes(place, first=first, last=last)
-        parts = [
-            rank_bytes(self.llm, degree, blocks, self.workload, device, first=first, last=last, ssm=extra)
-            for blocks in (0, 1)
-        ]
-        per_block = parts[1].total - parts[0].total  # the function is linear in blocks
-        room = parts[0].limit - parts[0].total
+        room, per_block = self.free_bytes(kind, degree, place, first=first, last=last)
         return min(self.llm.blocks, room // per_block) if room >= 0 else -1
+
+    def drafting_free_bytes(self, place: SsmPlace) -> float:
+        """Bytes free on the fullest device that does nothing but draft; inf where there is none by its own."""
+        if place.name != "own":
+            return math.inf
+        return device_bytes(self.kind(place.kind)) - max(ssm_bytes(ssm, self.workload) for ssm in self.ssms)
 
     def extra_bytes(self, place: SsmPlace, *, first: bool, last: bool) -> int:
         """Bytes of SSMs on a rank of a stage; data parallel, each holds the caches of its share of the requests."""
@@ -146,6 +160,7 @@ class Problem:
         return self.ssm_total_bytes if here else 0
 
 
-def free_bytes(kind: NodeKind) -> int:
+def device_bytes(kind: NodeKind) -> int:
+    """Memory of one device of a node, less its reserve."""
     device = kind.device
     return int(device.memory_bytes.effective - device.reserve_bytes.effective)

@@ -2,7 +2,7 @@
 
 Shares the prices of a round with the search (they are the formula that is optimised), and none of its algorithm: this
 file must not import ``search``. Plans are built stage by stage here, all draft plans, batches and micro-batches of a
-plan being evaluated at once as vectors.
+plan being evaluated at once as vectors. Enumeration also tells how much memory plans of the least value leave free.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.compiler.acceptance_profile import DraftEntry
-from flexspec.compiler.problem import Problem, SsmPlace
-from flexspec.compiler.rounds import Cut, Prices, micro_batch_counts
+from flexspec.compiler.problem import TIE, Problem, SsmPlace
+from flexspec.compiler.rounds import Prices, micro_batch_counts
 
 ENUMERATED = 200_000
 EXPANSIONS = 3_000
@@ -29,7 +29,11 @@ FORMULA = "max(latency, micro-batches * bottleneck) of a round / committed token
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What is known about a plan's value: no plan of the space is below ``bound_us``."""
+    """What is known about a plan's value: no plan of the space is below ``bound_us``.
+
+    ``free_bytes``: the most that plans of the best value leave free on their fullest device; None where not all were
+    looked at.
+    """
 
     method: str  # "enumeration" or "branch and bound"
     plans: int  # stage structures over all SSM places
@@ -37,6 +41,7 @@ class Certificate:
     best_us: float
     bound_us: float
     examined: int
+    free_bytes: int | None = None
 
     @property
     def gap(self) -> float:
@@ -46,8 +51,12 @@ class Certificate:
     def proven(self) -> bool:
         return self.gap <= 1e-9
 
+    def refutes(self, value_us: float, free_bytes: float) -> bool:
+        """There is a plan of lower value, or one as good that leaves more memory free."""
+        return value_us > self.best_us * TIE or (self.free_bytes is not None and self.free_bytes > free_bytes)
+
     def to_json(self) -> dict[str, object]:
-        names = ("method", "plans", "choices", "best_us", "bound_us", "examined", "gap", "proven")
+        names = ("method", "plans", "choices", "best_us", "bound_us", "examined", "gap", "proven", "free_bytes")
         return {"formula": FORMULA, **{name: getattr(self, name) for name in names}}
 
 
@@ -62,6 +71,24 @@ class _Partial:
     degree: int
     latency: Vector
     bottleneck: Vector
+    free_bytes: float  # on the fullest device so far
+
+
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    """A plan with one stage more, for each number of blocks that this stage may have (the first axis)."""
+
+    begun: _Partial  # blocks, times and free bytes not set
+    blocks: NDArray[np.int64]  # placed in all
+    latency: Vector
+    bottleneck: Vector
+    free_bytes: Vector
+
+    def plan(self, i: int) -> _Partial:
+        return replace(
+            self.begun, blocks=int(self.blocks[i]), latency=self.latency[i], bottleneck=self.bottleneck[i],
+            free_bytes=float(self.free_bytes[i]),
+        )  # fmt: skip
 
 
 class _Space:
@@ -88,6 +115,7 @@ class _Space:
         self.fixed = np.array([price.fixed_us for price in self.prices])
         self.floor = np.array([price.fixed_bottleneck_us for price in self.prices])
         self.table: dict[tuple[int, int, bool, bool], tuple[Vector, Vector, int]] = {}
+        self.room: dict[tuple[int, int, bool, bool], tuple[int, int]] = {}
         self.hops: dict[tuple[int, int, int, bool], Vector] = {}
 
     def stage(self, kind: int, degree: int, first: bool, last: bool) -> tuple[Vector, Vector, int]:
@@ -99,6 +127,14 @@ class _Space:
             cap = self.problem.most_blocks(kind, degree, self.place, first=first, last=last)
             self.table[key] = (block, ends, cap)
         return self.table[key]
+
+    def free(self, kind: int, degree: int, blocks: NDArray[np.int64], first: bool, last: bool) -> Vector:
+        """Bytes that a stage leaves free on its devices, by number of blocks."""
+        key = (kind, degree, first, last)
+        if key not in self.room:
+            self.room[key] = self.problem.free_bytes(kind, degree, self.place, first=first, last=last)
+        room, per_block = self.room[key]
+        return np.asarray(room - per_block * blocks, np.float64)
 
     def hop(self, kind: int, source: int, target: int, new: bool) -> Vector:
         key = (kind, source, target, new)
@@ -145,10 +181,11 @@ class _Space:
         return count_from(0, (0,) * len(self.pools), -1, 0)
 
     def start(self) -> _Partial:
-        return _Partial(0, (0,) * len(self.pools), -1, 0, 0, self.fixed, self.floor)
+        free = self.problem.drafting_free_bytes(self.place)
+        return _Partial(0, (0,) * len(self.pools), -1, 0, 0, self.fixed, self.floor, free)
 
-    def grow(self, plan: _Partial, last: bool) -> Iterator[tuple[_Partial, Vector, Vector, int]]:
-        """Every next stage: the plan with it (times unset), times by number of blocks, the least number of blocks."""
+    def grow(self, plan: _Partial, last: bool) -> Iterator[_Grown]:
+        """Every next stage, with all numbers of blocks that it may have."""
         for k, taken, degree, new in self.slots(plan.nodes, plan.pool, plan.used):
             kind, left = self.pools[k].kind, self.blocks - plan.blocks
             first = plan.blocks == 0
@@ -156,30 +193,27 @@ class _Space:
             least, most = (left, min(cap, left)) if last else (1, min(cap, left - 1))
             if most < least:
                 continue
-            time = np.arange(least, most + 1)[:, None] * block + ends
+            blocks = np.arange(least, most + 1)
+            time = blocks[:, None] * block + ends
             hop = np.zeros_like(block) if first else self.hop(kind, plan.degree, degree, new)
             nodes = _add(plan.nodes, k) if new else plan.nodes
             latency = plan.latency + time + hop
             bottleneck = np.maximum(np.maximum(plan.bottleneck, hop), time + self.each)
-            begun = _Partial(plan.blocks, nodes, k, taken + degree, degree, plan.latency, plan.bottleneck)
-            yield begun, latency, bottleneck, least
+            free = np.minimum(plan.free_bytes, self.free(kind, degree, blocks, first, last))
+            begun = replace(plan, nodes=nodes, pool=k, used=taken + degree, degree=degree)
+            yield _Grown(begun, plan.blocks + blocks, latency, bottleneck, free)
 
-    def enumerate(self) -> tuple[float, int]:
-        """(least value, plans seen), by depth-first enumeration."""
-        best, seen, stack = math.inf, 0, [self.start()]
+    def enumerate(self) -> list[tuple[float, float]]:
+        """(least value, bytes free on the fullest device) of every plan, by depth-first enumeration."""
+        plans: list[tuple[float, float]] = []
+        stack = [self.start()]
         while stack:
             plan = stack.pop()
-            for _, latency, bottleneck, _ in self.grow(plan, last=True):
-                best = min(best, float(self.values(latency, bottleneck).min()))
-                seen += 1
-            stack.extend(each for each in self.children(plan))
-        return best, seen
-
-    def children(self, plan: _Partial) -> Iterator[_Partial]:
-        for begun, latency, bottleneck, least in self.grow(plan, last=False):
-            for i in range(len(latency)):
-                done = plan.blocks + least + i
-                yield replace(begun, blocks=done, latency=latency[i], bottleneck=bottleneck[i])
+            for grown in self.grow(plan, last=True):
+                plans.append((float(self.values(grown.latency, grown.bottleneck).min()), float(grown.free_bytes[0])))
+            for grown in self.grow(plan, last=False):
+                stack.extend(grown.plan(i) for i in range(len(grown.blocks)))
+        return plans
 
     @cached_property
     def least(self) -> tuple[Vector, Vector, Vector]:
@@ -198,15 +232,16 @@ class _Space:
             np.min(ends, axis=0),
         )
 
-    def bound(self, blocks: NDArray[np.int64], begun: _Partial, latency: Vector, bottleneck: Vector) -> Vector:
+    def bound(self, grown: _Grown) -> Vector:
         """No completion has a lower value: the rest at the fastest, and shared evenly by the devices that are left."""
         block, work, ends = self.least
-        left = (self.blocks - blocks)[:, None]
+        begun, bottleneck = grown.begun, grown.bottleneck
+        left = (self.blocks - grown.blocks)[:, None]
         devices = self.pools[begun.pool].devices - begun.used if begun.pool >= 0 else 0
         devices += sum(pool.devices * (pool.count - n) for pool, n in zip(self.pools, begun.nodes, strict=True))
         busy = np.maximum(bottleneck, left * work / max(1, devices) + self.each) if devices else np.inf
         busy = np.maximum(bottleneck, busy)
-        rest: Vector = self.values(latency + left * block + ends, busy).min(axis=1)
+        rest: Vector = self.values(grown.latency + left * block + ends, busy).min(axis=1)
         return rest
 
 
@@ -220,11 +255,11 @@ def prove(problem: Problem, incumbent_us: float, *, expansions: int = EXPANSIONS
     plans = sum(space.count() for space in spaces)
     choices = sum(len(space.choices) for space in spaces)
     if plans <= ENUMERATED:
-        results = [space.enumerate() for space in spaces]
-        best = min(value for value, _ in results)
-        seen = sum(count for _, count in results)
-        assert seen == plans, f"counted {plans} plans, enumerated {seen}"
-        return Certificate("enumeration", plans, choices, best, best, seen)
+        results = [plan for space in spaces for plan in space.enumerate()]
+        assert len(results) == plans, f"counted {plans} plans, enumerated {len(results)}"
+        best = min((value for value, _ in results), default=math.inf)
+        free = max((free for value, free in results if value <= best * TIE), default=0.0)
+        return Certificate("enumeration", plans, choices, best, best, plans, int(free))
     return _branch_and_bound(spaces, plans, choices, incumbent_us, expansions)
 
 
@@ -239,22 +274,11 @@ def _branch_and_bound(
     while queue and examined < expansions and queue[0][0] < best:
         _, _, space, plan = heapq.heappop(queue)
         examined += 1
-        for _, latency, bottleneck, _ in space.grow(plan, last=True):
-            best = min(best, float(space.values(latency, bottleneck).min()))
-        for begun, latency, bottleneck, least in space.grow(plan, last=False):
-            blocks = plan.blocks + least + np.arange(len(latency))
-            bounds = space.bound(blocks, begun, latency, bottleneck)
+        for grown in space.grow(plan, last=True):
+            best = min(best, float(space.values(grown.latency, grown.bottleneck).min()))
+        for grown in space.grow(plan, last=False):
+            bounds = space.bound(grown)
             for i in np.flatnonzero(bounds < best):
-                child = replace(begun, blocks=int(blocks[i]), latency=latency[i], bottleneck=bottleneck[i])
-                heapq.heappush(queue, (float(bounds[i]), next(serial), space, child))
+                heapq.heappush(queue, (float(bounds[i]), next(serial), space, grown.plan(int(i))))
     bound = min(best, queue[0][0]) if queue else best
     return Certificate("branch and bound", plans, choices, best, bound, examined)
-
-
-def cuts_fit(problem: Problem, place: SsmPlace, cuts: tuple[Cut, ...]) -> bool:
-    """Every stage of a plan within memory, by the memory function itself."""
-    final = len(cuts) - 1
-    return all(
-        0 < cut.blocks <= problem.most_blocks(cut.kind, cut.degree, place, first=i == 0, last=i == final)
-        for i, cut in enumerate(cuts)
-    )

@@ -2,7 +2,8 @@
 
 Outside, everything that shapes a round is tried: SSM place, draft plan, batch, micro-batches. Inside, the dynamic
 program of stage_program.py gives the least latency of plans whose busiest part stays below a limit, and the best limit
-is found by bisection over the values that a stage, hop or host can take. docs/design/planning.md has the proof.
+is found by bisection over the values that a stage, hop or host can take. Among plans of equal value the one with the
+most free memory on its fullest device is taken. docs/design/planning.md has the proof.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from flexspec.compiler.acceptance_profile import DraftEntry
-from flexspec.compiler.problem import Problem, SsmPlace
-from flexspec.compiler.rounds import Cut, Prices, micro_batch_counts, value_us
+from flexspec.compiler.problem import TIE, Problem, SsmPlace
+from flexspec.compiler.rounds import Cut, Prices, micro_batch_counts, round_cost, value_us
 from flexspec.compiler.stage_program import INF, StageProgram, Vector
 from flexspec.errors import PlanError
 
@@ -28,7 +29,10 @@ _ORDER = ("first", "last", "all", "own", "none")  # the likeliest first: what th
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan: everything that shapes its round, with the value that was minimised (see rounds.value_us)."""
+    """A plan: everything that shapes its round, with the value that was minimised (see rounds.value_us).
+
+    ``free_bytes``: what its fullest device has left.
+    """
 
     value_us: float
     period_us: float
@@ -37,6 +41,7 @@ class Candidate:
     batch: int
     micro_batches: int
     cuts: tuple[Cut, ...]
+    free_bytes: float
 
     @property
     def micro(self) -> int:
@@ -70,7 +75,8 @@ def search(problem: Problem, *, degrees: Sequence[int] = (), places: Sequence[Ss
             cutoff = min(cutoff, WORTH_TELLING * found.value_us)
     if not best:
         raise no_plan(problem)
-    return sorted(best.values(), key=lambda each: each.value_us)
+    limit = TIE * min(each.value_us for each in best.values())
+    return sorted(best.values(), key=lambda c: (max(c.value_us, limit), -c.free_bytes))
 
 
 def no_plan(problem: Problem) -> PlanError:
@@ -123,12 +129,17 @@ class _Place:
                 f"nodes of too many kinds ({kinds})", f"at most {MAX_STATES} ways to count them",
                 "describe fewer nodes of each kind",
             )  # fmt: skip
-        self.caps = {
-            (pool.kind, degree, first, last): problem.most_blocks(pool.kind, degree, place, first=first, last=last)
+        self.free = {  # by number of blocks; below 0 the stage does not fit
+            (pool.kind, degree, first, last): self._free_bytes(pool.kind, degree, first, last)
             for pool in self.pools
             for degree in degrees
             for first, last in itertools.product((False, True), repeat=2)
         }
+        self.drafting_free = problem.drafting_free_bytes(place)
+
+    def _free_bytes(self, kind: int, degree: int, first: bool, last: bool) -> Vector:
+        room, per_block = self.problem.free_bytes(kind, degree, self.place, first=first, last=last)
+        return room - np.arange(self.problem.llm.blocks + 1, dtype=np.float64) * per_block
 
     def combinations(self) -> list[tuple[DraftEntry, int, int]]:
         """(draft plan, batch, micro-batches); latency is for the full batch, the others may serve fewer at once."""
@@ -146,14 +157,16 @@ class _Place:
                 solvers[key] = _Solver(self, *key)
             bound = value_us(self.problem, entry, batch, solvers[key].least_period_us(count))
             bounds.append((bound, entry, batch, count, solvers[key]))
-        best: Candidate | None = None
+        equal: list[tuple[Candidate, _Solver]] = []
         for bound, entry, batch, count, solver in sorted(bounds, key=lambda item: item[0]):
-            if math.isinf(bound) or bound >= cutoff:
+            if math.isinf(bound) or bound >= cutoff * TIE:
                 break
-            found = self.candidate(solver, entry, batch, count, cutoff)
-            if found and found.value_us < cutoff:
-                best, cutoff = found, found.value_us
-        return best
+            found = self.candidate(solver, entry, batch, count, cutoff * TIE)
+            if found:
+                equal.append((found, solver))
+                cutoff = min(cutoff, found.value_us)
+        roomy = [solver.roomiest(each) for each, solver in equal if each.value_us <= cutoff * TIE]
+        return max(roomy, key=lambda each: each.free_bytes, default=None)
 
     def all_candidates(self) -> list[Candidate]:
         """The best plan of every combination, whatever the objective."""
@@ -173,7 +186,15 @@ class _Place:
         """The best plan of a combination, if there is one below ``cutoff`` (and within the limit)."""
         period_us, cuts = solver.best_period(count, _period_of(self.problem, entry, batch, cutoff))
         value = value_us(self.problem, entry, batch, period_us)
-        return None if math.isinf(value) else Candidate(value, period_us, self.place, entry, batch, count, cuts)
+        if value >= cutoff or math.isinf(value):
+            return None
+        return Candidate(value, period_us, self.place, entry, batch, count, cuts, self.least_free_bytes(cuts))
+
+    def least_free_bytes(self, cuts: Sequence[Cut]) -> float:
+        """Bytes free on the fullest device of a plan."""
+        final = len(cuts) - 1
+        stages = [self.free[c.kind, c.degree, i == 0, i == final][c.blocks] for i, c in enumerate(cuts)]
+        return float(min([*stages, self.drafting_free]))
 
 
 class _Solver:
@@ -187,7 +208,7 @@ class _Solver:
 
     @cached_property
     def costs(self) -> dict[tuple[int, int, bool, bool], Vector]:
-        return {key: self._stage_costs(*key) for key in self.where.caps}
+        return {key: self._stage_costs(*key) for key in self.where.free}
 
     def _stage_costs(self, kind: int, degree: int, first: bool, last: bool) -> Vector:
         """Time by number of blocks; inf where the stage does not fit (and for no blocks)."""
@@ -195,8 +216,7 @@ class _Solver:
         block_us = prices.unit_us(kind, degree, "block")
         times = np.arange(self.blocks + 1) * block_us + prices.ends_us(kind, degree, first=first, last=last)
         times[0] = INF
-        times[max(0, self.where.caps[kind, degree, first, last]) + 1 :] = INF
-        return np.asarray(times, np.float64)
+        return np.where(self.where.free[kind, degree, first, last] >= 0, times, INF)
 
     @cached_property
     def values(self) -> Vector:
@@ -224,17 +244,46 @@ class _Solver:
         """The least latency with no part busier than ``beta``, and its cuts; inf when none is below the ceiling."""
         known = self.solved.get(beta)
         if known is None or (math.isinf(known[1]) and known[0] < ceiling_us):
-            self.solved[beta] = known = (ceiling_us, *self._program(beta, ceiling_us).solve())
+            # What is not below the ceiling may have passed the program by chance: it need not be the least.
+            latency, cuts = self._program(beta, ceiling_us).solve()
+            self.solved[beta] = known = (ceiling_us, *((latency, cuts) if latency < ceiling_us else (INF, ())))
         return known[1:] if known[1] < ceiling_us else (INF, ())
 
-    def _program(self, beta: float, ceiling_us: float) -> StageProgram:
-        limit = beta - self.prices.each_us
-        costs = {key: np.where(times <= limit, times, INF) for key, times in self.costs.items()}
-        where, fixed_us = self.where, self.prices.fixed_us
+    def _program(self, beta: float, ceiling_us: float, spare_bytes: float = 0.0) -> StageProgram:
+        """The program for stages that are not busier than ``beta`` and leave ``spare_bytes`` of their devices free."""
+        where, each_us, free = self.where, self.prices.each_us, self.where.free
+        costs = {
+            key: np.where((times + each_us <= beta) & (free[key] >= spare_bytes), times, INF)
+            for key, times in self.costs.items()
+        }
         rest_us = min((block for block, _ in self._block_us()), default=0.0)
         return StageProgram(
-            where.pools, where.degrees, self.blocks, costs, self.hop_us, beta, fixed_us, rest_us, ceiling_us
+            where.pools, where.degrees, self.blocks, costs, self.hop_us, beta, self.prices.fixed_us, rest_us, ceiling_us
         )
+
+    def roomiest(self, found: Candidate) -> Candidate:
+        """Of the plans that are run like ``found`` and take no longer, the one with the most free memory.
+
+        Bytes to leave free are raised by bisection: one program tells whether such a plan is there.
+        """
+        count, where = found.micro_batches, self.where
+        period_us = found.period_us * TIE
+        beta = INF if count == 1 else period_us / count
+        spares = np.unique(np.minimum(np.concatenate(list(where.free.values())), where.drafting_free))
+        spares = spares[spares > found.free_bytes]
+        low, high = 0, len(spares)  # below low there is a plan, from high on there is none
+        while low < high:
+            middle = (low + high) // 2
+            latency, cuts = self._program(beta, period_us, float(spares[middle])).solve()
+            if latency >= period_us:
+                high = middle
+                continue
+            period = round_cost(self.prices, cuts).period_us(count)
+            value = value_us(where.problem, found.entry, found.batch, period)
+            free_bytes = where.least_free_bytes(cuts)
+            found = replace(found, value_us=value, period_us=period, cuts=cuts, free_bytes=free_bytes)
+            low = int(np.searchsorted(spares, free_bytes, "right"))
+        return found
 
     def _block_us(self) -> list[tuple[float, int]]:
         """(time of a block, degree) for every kind of device and degree."""

@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
     found = search(problem)
     certificate = prove(problem, found[0].value_us) if args.prove else None
-    if certificate and certificate.best_us < found[0].value_us * (1 - 1e-9):
-        print(f"the prover found a better plan, {certificate.best_us:.3f} us: please report this", file=sys.stderr)
+    if certificate and certificate.refutes(found[0].value_us, found[0].free_bytes):
+        print(f"the prover found a better plan, {certificate.to_json()}: please report this", file=sys.stderr)
         return 1
     plan = make_plan(problem, found[0], certificate)
     why = explain(problem, found, acceptance.llm if acceptance else "")

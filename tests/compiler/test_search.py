@@ -12,11 +12,11 @@ from planning import ENTRIES, make_device, make_link, make_machine, random_probl
 
 from flexspec.compiler.acceptance_profile import open_acceptance
 from flexspec.compiler.machine import NodeKind, open_machine, shipped_machines
-from flexspec.compiler.plan_choice import best_choice, ladder, make_plan, uniform_plans
+from flexspec.compiler.plan_choice import best_choice, ladder, least_free_bytes, make_plan, uniform_plans
 from flexspec.compiler.plan_models import open_profile
 from flexspec.compiler.problem import Problem, SsmPlace
-from flexspec.compiler.prove import cuts_fit, prove
-from flexspec.compiler.rounds import Prices, round_cost
+from flexspec.compiler.prove import prove
+from flexspec.compiler.rounds import Cut, Prices, round_cost
 from flexspec.compiler.search import Candidate, pareto_front, search
 from flexspec.errors import PlanError
 from flexspec.types import DType
@@ -46,10 +46,46 @@ def test_search_equals_the_prover(start: int) -> None:
             found += 1
             cost = round_cost(Prices(problem, best.place, best.entry, best.micro), best.cuts)
             assert cost.period_us(best.micro_batches) == pytest.approx(best.period_us, rel=1e-9), seed
-            assert cuts_fit(problem, best.place, best.cuts) and sum(c.blocks for c in best.cuts) == problem.llm.blocks
+            assert sum(cut.blocks for cut in best.cuts) == problem.llm.blocks
+            # Of all plans of this value none leaves more memory free, and what is told of the plan is so.
+            assert proof.free_bytes == best.free_bytes >= 0, seed
+            assert not proof.refutes(best.value_us, best.free_bytes)
+            assert proof.refutes(best.value_us * 1.01, best.free_bytes)
+            assert proof.refutes(best.value_us, best.free_bytes - 1)
+            assert least_free_bytes(problem, best.place, best.cuts) == best.free_bytes, seed
             assert best_choice(problem, best.place, best.cuts).value_us == pytest.approx(best.value_us)  # type: ignore[union-attr]
             check_devices(problem, best)
     assert found > PER_TEST // 3
+
+
+def test_a_solver_forgets_what_lay_above_the_ceiling() -> None:
+    """What a tight ceiling let through by chance must not stand for the least under a wider one."""
+    from flexspec.compiler import search as searching
+
+    for seed in range(80):
+        problem = random_problem(seed)
+        for place in problem.places():
+            space = searching._Place(problem, place, problem.legal_degrees)
+            prices = (problem.entries_at(place)[0], problem.requests)
+            least, cuts = searching._Solver(space, *prices).latency(math.inf, math.inf)
+            used = searching._Solver(space, *prices)
+            for part in (0.5, 0.9, 0.99, 0.999, 1.0):
+                assert used.latency(math.inf, least * part) == (math.inf, ()), seed
+            assert used.latency(math.inf, math.inf) == (least, cuts), seed
+
+
+def test_equal_times_leave_the_most_memory() -> None:
+    """Two stages that one device cannot hold: every split takes the same time, the roomiest is taken."""
+    llm = with_layers(tiny_profile("gqa"), 9)
+    memory = llm.weight_bytes() * 0.8
+    kind = NodeKind(make_device(memory_bytes=memory), 2, make_link(), 1)
+    problem = Problem(make_machine(kind), llm, (), (), 1, 64, degrees=(1,))
+    best, none = search(problem)[0], SsmPlace("none")
+    splits = {n: (Cut(0, 1, n, False), Cut(0, 1, 9 - n, False)) for n in range(1, 9)}
+    fit = {n: free for n, cuts in splits.items() if (free := least_free_bytes(problem, none, cuts)) >= 0}
+    values = [best_choice(problem, none, splits[n]).value_us for n in fit]  # type: ignore[union-attr]
+    assert len(fit) > 2 and values == pytest.approx([best.value_us] * len(fit), rel=1e-12)
+    assert best.free_bytes == max(fit.values()) > sorted(fit.values())[0]
 
 
 def check_devices(problem: Problem, best: Candidate) -> None:
