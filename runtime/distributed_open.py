@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import signal
-import sys
 from pathlib import Path
 
 from flexspec.compiler.artifact import Artifact, open_artifact
@@ -20,8 +18,6 @@ from flexspec.runtime.distributed_group import Seat
 from flexspec.runtime.distributed_message import Room
 from flexspec.runtime.open_engine import ServeOptions, choose_isa, default_threads
 from flexspec.text import parse_graph
-
-_PR_SET_PDEATHSIG = 1
 
 
 def open_leader(artifact: Artifact, llm: PartRecord, options: ServeOptions) -> DistributedExecutor:
@@ -56,12 +52,6 @@ def run_follower(path: Path, options: ServeOptions) -> None:
     )  # fmt: skip
     shard.close()
     seat.close()
-
-
-def end_with_parent(number: int) -> None:
-    """Have the kernel send this process a signal when the launcher that started it dies (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _records(artifact: Artifact) -> tuple[RankRecord, ...]:

@@ -1,8 +1,8 @@
-"""Processes of ``flexspec serve``: starting them by torchrun, and being one of them."""
+"""Being one rank of ``flexspec serve``, to the end of its process. Starting them is in ``launch.py``."""
 
 from __future__ import annotations
 
-import importlib.util
+import ctypes
 import os
 import signal
 import sys
@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from flexspec.errors import CapacityError, FlexspecError, ToolchainError
+from flexspec.errors import CapacityError, EngineError, FlexspecError, ToolchainError
 
 if TYPE_CHECKING:
     from flexspec.runtime.open_engine import OpenLlm, ServeOptions
 
-MOST_RANKS = 1024
+# Set by launch.py for the ranks that it starts, and by no one else.
+LAUNCHER = "FLEXSPEC_LAUNCHER"  # its process id
+LAST_WORDS = "FLEXSPEC_LAST_WORDS"  # a folder: each rank leaves there why it ended, and the launcher tells it once
+_PR_SET_PDEATHSIG = 1
 
 
 def world_size() -> int:
@@ -26,51 +29,69 @@ def world_size() -> int:
         raise CapacityError(f"WORLD_SIZE={os.environ['WORLD_SIZE']!r}", "a number", "start it by torchrun") from None
 
 
-def launch_ranks(ranks: int) -> NoReturn:
-    """Become torchrun, which starts this command ``ranks`` times. Raises CapacityError, ToolchainError."""
-    if not 1 < ranks <= MOST_RANKS:
-        raise CapacityError(f"--ranks {ranks}", f"1 to {MOST_RANKS}", "give the number of ranks of the artifact's plan")
-    if importlib.util.find_spec("torch") is None:
-        raise ToolchainError(f"--ranks {ranks} without PyTorch", "torch >= 2.11", "pip install torch")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets too, with a warning
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name may not resolve
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    os.execv(sys.executable, [*launcher, "-m", "flexspec", *sys.argv[1:]])
+def is_rank() -> bool:
+    """Whether this process was started as a rank, by ``launch.py`` or by torchrun, even as the only one."""
+    return world_size() > 1 or LAUNCHER in os.environ
 
 
-def run_rank(artifact: Path, options: ServeOptions, serve: Callable[[OpenLlm], int]) -> NoReturn:
+def run_rank(artifact: Path, options: ServeOptions, serve: Callable[[OpenLlm | None], int]) -> NoReturn:
     """Be one rank, to the end of the process: rank 0 runs ``serve``, the others follow it.
 
     Leaves without tearing down torch, whose threads may wait for ranks that are gone. Exit codes as of the command.
     """
     code, said = 1, ""
     try:
+        _end_with_launcher()
         code = _run(artifact, options, serve)
     except FlexspecError as error:
-        code, said = 2, str(error)
+        code, said = 1 if isinstance(error, EngineError) else 2, str(error)
     except KeyboardInterrupt:
         code = 130
     except RuntimeError as error:  # torch.distributed's
         said = f"another rank is gone or silent ({str(error).splitlines()[0]})"
-    except BaseException:
+    except BaseException as error:
         import traceback
 
-        said = traceback.format_exc()
+        traceback.print_exc()
+        said = f"{type(error).__name__}, a fault of ours: {error}"
     if said:
-        print(f"flexspec serve: rank {os.environ.get('RANK', '?')}: {said}", file=sys.stderr)
+        tell_end(said)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _run(artifact: Path, options: ServeOptions, serve: Callable[[OpenLlm], int]) -> int:
+def tell_end(why: str) -> None:
+    """Say why this process ends: on stderr, or to the launcher, which tells what matters of all ranks."""
+    folder, rank = os.environ.get(LAST_WORDS), os.environ.get("RANK", "")
+    if folder and Path(folder).is_dir():
+        (Path(folder) / rank).write_text(why)
+    else:
+        print(f"flexspec serve: {f'rank {rank}: ' if rank else ''}{why}", file=sys.stderr, flush=True)
+
+
+def _run(artifact: Path, options: ServeOptions, serve: Callable[[OpenLlm | None], int]) -> int:
+    if world_size() == 1:
+        return serve(None)
     try:
-        from flexspec.runtime.distributed_open import end_with_parent, open_leader, run_follower
+        from flexspec.runtime.distributed_open import open_leader, run_follower
     except ImportError as error:
         raise ToolchainError(f"several ranks without PyTorch ({error})", "torch >= 2.11", "pip install torch") from None
     if os.environ.get("RANK") == "0":
-        end_with_parent(signal.SIGTERM)
         return serve(open_leader)
-    end_with_parent(signal.SIGKILL)
     run_follower(artifact, options)
     return 0
+
+
+def _end_with_launcher() -> None:
+    """Have the kernel end this process when the launcher dies (Linux); rank 0 as by SIGTERM, which lets answers end.
+
+    Before anything slow: a launcher that dies while its ranks start must not leave them behind.
+    """
+    if sys.platform != "linux":
+        return
+    number = signal.SIGTERM if os.environ.get("RANK") == "0" else signal.SIGKILL
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    launcher = os.environ.get(LAUNCHER)
+    if launcher and os.getppid() != int(launcher):  # it died before the kernel was told
+        os._exit(1)

@@ -26,6 +26,7 @@ DEFAULT_MAX_TOKENS = 1024  # of a request that names none; each running request 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from flexspec.cli.launch import RESTARTS, restart_count
     from flexspec.cli.running import DRAFT_PLANS, add_run_arguments
 
     parser.epilog = f"{DRAFT_PLANS}\n{EPILOG}"
@@ -40,18 +41,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes on this machine that share the LLM by the artifact's plan (compile --plan), by torchrun",
     )
+    parser.add_argument(
+        "--restart",
+        nargs="?",
+        type=restart_count,
+        const=RESTARTS,
+        default=0,
+        metavar="N",
+        help=f"after a rank (or the one process) died start all again, at most N times in a row (bare: {RESTARTS})",
+    )
     add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from flexspec.cli.ranks import launch_ranks, run_rank, world_size
+    from flexspec.cli.launch import launch
+    from flexspec.cli.ranks import is_rank, run_rank
     from flexspec.cli.running import serve_options
 
     options = serve_options(args)
-    if world_size() > 1:
+    if is_rank():
         return run_rank(args.artifact, options, lambda open_llm: _serve_on_port(args, options, open_llm))
-    if args.ranks != 1:
-        launch_ranks(args.ranks)
+    if args.ranks != 1 or args.restart:
+        return launch(args)
     return _serve_on_port(args, options, None)
 
 
@@ -65,6 +76,7 @@ def _serve_on_port(args: argparse.Namespace, options: ServeOptions, open_llm: Op
 def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, open_llm: OpenLlm | None) -> int:
     from prometheus_client import CollectorRegistry
 
+    from flexspec.cli.ranks import tell_end
     from flexspec.runtime.engine_thread import EngineThread
     from flexspec.runtime.open_engine import open_engine
     from flexspec.runtime.server.app import create_app
@@ -89,7 +101,11 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, op
         )
 
     try:
-        return serve(app, listener, on_ready=ready)
+        code = serve(app, listener, on_ready=ready)
+        failure = served.engine.load().failure
+        if code and failure:
+            tell_end(failure)
+        return code
     finally:
         thread.close()
         served.close()

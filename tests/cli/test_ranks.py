@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from artifacts import PLAN, VOCAB, changed_json
-from commands import environment, flexspec, serving
+from commands import command, environment, flexspec, serving
 from tiny_models import random_weights, write_gguf, write_huggingface
 
 from flexspec.compiler.plan import Plan, Stage
@@ -70,11 +70,19 @@ def told(folder: Path) -> list[str]:
 def rank_processes(launcher: int) -> dict[int, int]:
     """Process of each rank, by the environment that the launcher gave it."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    found = {}
+    found: dict[int, int] = {}
     for child in children:
         variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
         found.update({int(v[5:]): int(child) for v in variables if v.startswith(b"RANK=")})
     return found
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there that has not ended; one that has may wait for its new parent to notice."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.mark.parametrize(
@@ -116,9 +124,72 @@ def test_ranks_answer_like_one_and_end_when_one_is_killed(
                 text += " error: cut"
         assert time.monotonic() - began < ENDS_WITHIN_S
         assert "error" in text
-        assert server.process.wait(TIMEOUT_S) != 0
+        assert server.process.wait(TIMEOUT_S) == 1
         assert time.monotonic() - began < ENDS_WITHIN_S
         assert not any(Path(f"/proc/{each}").exists() for each in processes.values())
+        assert server.process.stderr is not None
+        assert server.process.stderr.read() == f"flexspec serve: rank {victim} ended (killed by SIGKILL)\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_answers_finish(folder: Path, number: signal.Signals) -> None:
+    with serving(folder / "tp2.fspec", "--ranks", "2", *OPTIONS) as server:
+        processes = rank_processes(server.process.pid)
+        ask = {"model": "tp2", "prompt": "hello", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        with (
+            httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
+            http.stream("POST", "/v1/completions", json=ask) as answer,
+        ):
+            lines = answer.iter_lines()
+            text = next(lines)
+            server.process.send_signal(number)
+            text += "".join(lines)
+        assert '"finish_reason":"length"' in text.replace(" ", "") and "error" not in text
+        assert server.process.wait(TIMEOUT_S) == 0
+        assert not any(Path(f"/proc/{each}").exists() for each in processes.values())
+        assert server.process.stderr is not None and server.process.stderr.read() == ""
+
+
+def test_ranks_end_with_their_launcher(folder: Path) -> None:
+    """Killed before they are ready, when most of their time goes into imports: no one is there to stop them."""
+    start = command("serve", folder / "tp2.fspec", "--ranks", "2", "--port", "0", *OPTIONS)
+    with subprocess.Popen(start, env=environment(), stderr=subprocess.DEVNULL) as launcher:
+        processes: dict[int, int] = {}
+        while len(processes) < 2:
+            assert launcher.poll() is None
+            processes = rank_processes(launcher.pid)
+        launcher.kill()
+        began = time.monotonic()
+        while any(is_running(each) for each in processes.values()):
+            assert time.monotonic() - began < ENDS_WITHIN_S
+            time.sleep(0.01)
+
+
+def test_ranks_start_again(folder: Path, told: list[str]) -> None:
+    with serving(folder / "pp2.fspec", "--ranks", "2", "--restart", "1", *OPTIONS) as server:
+        assert server.process.stderr is not None
+        ask = {"model": "pp2", "prompt": PROMPTS, "max_tokens": 40, "temperature": 0}
+        with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+            for last in (False, True):
+                body = http.post("/v1/completions", json=ask).json()
+                assert [choice["text"] for choice in body["choices"]] == told[:-1]
+                os.kill(rank_processes(server.process.pid)[1], signal.SIGKILL)
+                ended = "flexspec serve: rank 1 ended (killed by SIGKILL); "
+                if not last:
+                    assert server.process.stderr.readline() == f"{ended}starting again (1 of 1)\n"
+                    assert f" on {server.url} " in server.process.stderr.readline()
+        assert server.process.wait(TIMEOUT_S) == 1
+        assert server.process.stderr.read() == f"{ended}no restart is left of 1\n"
+
+
+def test_one_process_starts_again(folder: Path) -> None:
+    with serving(folder / "tp2.fspec", "--restart", *OPTIONS) as server:
+        assert server.process.stderr is not None
+        os.kill(rank_processes(server.process.pid)[0], signal.SIGKILL)
+        assert "starting again (1 of 3)" in server.process.stderr.readline()
+        assert f" on {server.url} " in server.process.stderr.readline()
+        assert httpx.get(f"{server.url}/health", timeout=TIMEOUT_S).json()["status"] == "ok"
+        assert server.stop() == 0
 
 
 @pytest.mark.parametrize("what", ["artifact", "version"])
@@ -149,5 +220,10 @@ def test_a_rank_that_differs_is_refused(folder: Path, tmp_path: Path, what: str)
 def test_what_cannot_be_started_is_told(folder: Path) -> None:
     done = flexspec("serve", folder / "tp2.fspec", "--ranks", "0")
     assert done.returncode == 2 and "FS502" in done.stderr
+    done = flexspec("serve", folder / "tp2.fspec", "--ranks", "3")
+    assert done.returncode == 2 and PlanError.code in done.stderr and "--ranks 2" in done.stderr
+    done = flexspec("serve", folder / "tp2.fspec", "--ranks", "2", "--restart", "--draft", "wild", "--port", "0")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, "told once, and not tried again"
+    assert "'wild'" in done.stderr and "again" not in done.stderr
     wrong = flexspec("serve", folder / "tp2.fspec", "--port", "0", RANK="0", WORLD_SIZE="3")
     assert wrong.returncode == 2 and PlanError.code in wrong.stderr and "--ranks 2" in wrong.stderr

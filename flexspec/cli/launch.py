@@ -1,0 +1,164 @@
+"""``flexspec serve --ranks N --restart``: starts ranks, hands signals on, starts again, and says how it ended."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from flexspec.cli.ranks import LAST_WORDS, LAUNCHER
+from flexspec.errors import ArtifactError, CapacityError, PlanError, ToolchainError
+from flexspec.exits import describe_exit
+
+MOST_RANKS = 1024
+MOST_RESTARTS = 1000
+RESTARTS = 3  # of a bare --restart
+_ROW_ENDS_S = 600.0  # ranks that ran so long were well: what kills them afterwards is counted from zero
+_GONE = "is gone or silent"  # what ranks say that only met the end of another
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why ranks ended, in a sentence, and the exit code that the command has by it."""
+
+    code: int
+    why: str
+
+
+def restart_count(text: str) -> int:
+    """The value of ``--restart``."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number (write --restart behind the artifact)") from None
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Serve by ranks of this machine until a signal or their end; gives the exit code.
+
+    What a user can have wrong is refused before anything is started: raises ArtifactError, CapacityError, PlanError,
+    PortError, ToolchainError.
+    """
+    port = _check(args)
+    arguments = [*sys.argv[1:], "--port", str(port)]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets too, with a warning
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name may not resolve
+    os.environ[LAUNCHER] = str(os.getpid())
+    words = Path(tempfile.mkdtemp(prefix="flexspec-"))
+    os.environ[LAST_WORDS] = str(words)
+    signals, stops = _catch_signals()
+    try:
+        return _keep_running(arguments, args.ranks, args.restart, words, signals, stops)
+    finally:
+        shutil.rmtree(words, ignore_errors=True)
+
+
+def _check(args: argparse.Namespace) -> int:
+    """The port to serve on, if ranks can be started."""
+    from flexspec.compiler.artifact import open_artifact
+    from flexspec.compiler.rank_record import RANKS_FILE, ranks_from_json
+    from flexspec.runtime.server.listen import reserve_port
+
+    if not 1 <= args.ranks <= MOST_RANKS:
+        raise CapacityError(f"--ranks {args.ranks}", f"1 to {MOST_RANKS}", "give the number of ranks of the plan")
+    if not 0 <= args.restart <= MOST_RESTARTS:
+        raise CapacityError(f"--restart {args.restart}", f"0 to {MOST_RESTARTS}", "choose a number in that range")
+    if importlib.util.find_spec("torch") is None:
+        option = f"--ranks {args.ranks}" if args.ranks > 1 else "--restart"
+        raise ToolchainError(f"{option} without PyTorch", "torch >= 2.11", "pip install torch")
+    artifact = open_artifact(args.artifact, check_digests=False)
+    if args.ranks > 1:
+        if RANKS_FILE not in artifact.names():
+            raise ArtifactError(
+                f"{artifact.root.name} holds a plan of one rank",
+                "a plan of several",
+                "compile it with --plan PLAN.json, or serve it without --ranks",
+            )
+        planned = len(ranks_from_json(artifact.read_json(RANKS_FILE), artifact.root.name))
+        if planned != args.ranks:
+            raise PlanError(
+                f"{args.ranks} ranks", f"{planned}, as the artifact's plan has", f"start it with --ranks {planned}"
+            )
+    with reserve_port(args.host, args.port) as listener:  # given back at once: rank 0 takes it when it has started
+        found = int(listener.getsockname()[1])
+    return found if args.restart else args.port  # a port of the system's choice must stay the same
+
+
+def _catch_signals() -> tuple[list[int], list[int]]:
+    """Signals that rank 0 has still to be told, and all that came."""
+    waiting: list[int] = []
+    came: list[int] = []
+
+    def catch(number: int, _: FrameType | None) -> None:
+        waiting.append(number)
+        came.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, catch)
+    return waiting, came
+
+
+def _keep_running(
+    arguments: Sequence[str], ranks: int, restarts: int, words: Path, signals: list[int], stops: list[int]
+) -> int:
+    from flexspec.runtime.distributed_launch import run_ranks
+
+    used = 0
+    while True:
+        began = time.monotonic()
+        failed = run_ranks("flexspec", arguments, ranks, signals)
+        said = {int(path.name): path.read_text() for path in words.iterdir()}
+        if stops:
+            ending = stopped(failed, said)
+        elif failed:
+            ending = judge(failed, said)
+        else:
+            return 0
+        used = 0 if time.monotonic() - began >= _ROW_ENDS_S else used
+        if stops or ending.code == 2 or used == restarts:
+            again = f"; no restart is left of {restarts}" if restarts and not stops and ending.code != 2 else ""
+            if ending.why:
+                print(f"flexspec serve: {ending.why}{again}", file=sys.stderr, flush=True)
+            return ending.code
+        used += 1
+        print(f"flexspec serve: {ending.why}; starting again ({used} of {restarts})", file=sys.stderr, flush=True)
+        for path in words.iterdir():
+            path.unlink()
+
+
+def judge(failed: Mapping[int, int], said: Mapping[int, str]) -> Ending:
+    """Of ranks that failed, with what they said last, the one that the others followed. ``failed``: exit codes.
+
+    A user error first (exit code 2), then a rank that was killed, then one that failed by itself. SIGTERM is what the
+    agent sends to the rest.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, bool, int]:
+        code = failed[rank]
+        return code != 2, code >= 0 or code == -signal.SIGTERM, _GONE in said.get(rank, _GONE), rank
+
+    first = min(failed, key=order)
+    code = 2 if failed[first] == 2 else 1
+    why = f": {said[first]}" if first in said else f" ended ({describe_exit(failed[first])})"
+    return Ending(code, f"rank {first}{why}")
+
+
+def stopped(failed: Mapping[int, int], said: Mapping[int, str]) -> Ending:
+    """The end after a signal: as rank 0 ended, if it was not another rank that failed."""
+    if not failed:
+        return Ending(0, "")
+    code = failed.get(0)
+    if code is None:
+        return judge(failed, said)
+    if code < 0 or code > 2:  # by the signal itself, before it served, or at the second one
+        return Ending(128 - code if code < 0 else code, "")
+    return judge(failed, said)
