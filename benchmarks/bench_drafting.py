@@ -27,7 +27,7 @@ from flexspec.compiler.ngram_table import build_table, load_table, save_table
 from flexspec.runtime.drafters.base import Drafter, DraftRequest
 from flexspec.runtime.drafters.budget import StepCost
 from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
-from flexspec.runtime.drafters.plan import DraftPlan
+from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixAutomaton, SuffixDrafter
@@ -144,7 +144,7 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
 def _planned(text: str, model: NgramModel) -> PlannedDrafter:
     plan = DraftPlan.parse(text)
     ssm = SsmDrafter(InstantExecutor(), plan.expansion, 1 << 16, keep_ids=np.arange(OUTPUTS))
-    return PlannedDrafter(plan, [SuffixDrafter(), NgramDrafter(model), ssm], STEP_COST)
+    return PlannedDrafter(DraftLadder.of(plan), [SuffixDrafter(), NgramDrafter(model), ssm], STEP_COST)
 
 
 def main() -> None:

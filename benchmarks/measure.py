@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from flexspec.runtime.api import Delta, RequestStats
-from flexspec.runtime.engine import Clock
 from flexspec.runtime.open_engine import Served, ServeOptions, open_engine
+from flexspec.runtime.round import Clock
 from flexspec.sampling import SamplingParams
 
 Note = Callable[[int, int], None]

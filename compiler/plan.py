@@ -12,6 +12,8 @@ from typing import Any
 
 from flexspec.errors import ArtifactError
 
+MOST_MICRO_BATCHES = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -47,10 +49,17 @@ class Plan:
 
     def draft_for(self, batch: int) -> str:
         """The draft plan of a batch of this many requests."""
-        for largest, draft in self.ladder:
-            if batch <= largest:
-                return draft
-        return self.ladder[-1][1]
+        return self.ladder[self._rung(batch)][1]
+
+    def micro_batches_for(self, batch: int) -> int:
+        """Micro-batches in flight for this many requests; a plan with one number has it for all."""
+        if not self.micro_batches:
+            return 1
+        return self.micro_batches[min(self._rung(batch), len(self.micro_batches) - 1)]
+
+    def _rung(self, batch: int) -> int:
+        rungs = (i for i, (largest, _) in enumerate(self.ladder) if batch <= largest)
+        return next(rungs, len(self.ladder) - 1)
 
     def to_json(self) -> dict[str, Any]:
         body = asdict(self)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flexspec.compiler.plan import Plan, Stage, plan_from_json
+from flexspec.compiler.plan import MOST_MICRO_BATCHES, Plan, Stage, plan_from_json
 from flexspec.errors import PlanError
 
 _FIX = "correct the plan file"
@@ -50,32 +50,50 @@ def _from_toml(path: Path, body: Mapping[str, Any], ssms: int, draft: str) -> Pl
         raise PlanError(f"{path.name}: stages ({error!r})", "[[stages]] with blocks and devices", _FIX) from None
     if not stages or len(set(devices)) < len(devices):
         raise PlanError(f"{path.name}: devices {devices}", "one or more stages, each device once", _FIX)
-    place = str(body.get("ssm", "first" if ssms else "none"))
-    ssm_ranks = tuple((0,) for _ in range(ssms)) if place in ("first", "none") else ((-1,),) * ssms
     ladder = ((_OPEN, str(body.get("draft", draft))),)
+    place = str(body.get("ssm", "first" if ssms else "none"))
+    ssm_ranks, devices = _ssm_ranks(path, body, place, stages, devices, ssms)
     return Plan(
         tuple(stages), ssm_ranks, ladder, "hand", tuple(devices), micro_batches, "" if place == "none" else place
     )
 
 
+def _ssm_ranks(
+    path: Path, body: Mapping[str, Any], place: str, stages: list[Stage], devices: list[int], ssms: int
+) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
+    """Ranks of each SSM, and the devices of all ranks: SSMs on devices of their own have ranks behind the stages'."""
+    first, last = stages[0].ranks[0], stages[-1].ranks[0]
+    if place in ("none", "first"):
+        return ((first,),) * ssms, devices
+    if place == "last":
+        return ((last,),) * ssms, devices
+    if place == "all":
+        return (tuple(range(len(devices))),) * ssms, devices
+    own = body.get("ssm_devices", ())
+    if place != "own" or not isinstance(own, list) or len(own) != ssms or len({*own, *devices}) < ssms + len(devices):
+        raise PlanError(
+            f"{path.name}: ssm = {place!r}, ssm_devices = {own}",
+            f"none, first, last, all, or own with ssm_devices: {ssms} devices that no stage has",
+            _FIX,
+        )
+    return tuple((len(devices) + i,) for i in range(ssms)), [*devices, *map(int, own)]
+
+
 def check_runnable(plan: Plan, blocks: int, ssms: int) -> None:
-    """Raise PlanError for a plan that does not fit the model, or that ranks cannot run yet."""
-    ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
-    if ranks != list(range(len(ranks))):
-        raise PlanError(f"a plan with ranks {ranks} in its stages", f"each of 0 to {len(ranks) - 1} once", _FIX)
+    """Raise PlanError for a plan that does not fit the model, or that no ranks can run."""
+    held = sorted(rank for stage in plan.stages for rank in stage.ranks)
+    every = sorted({*held, *(rank for ranks in plan.ssm_ranks for rank in ranks)})
+    if len(set(held)) < len(held) or every != list(range(len(every))) or 0 not in held:
+        raise PlanError(
+            f"a plan with ranks {held} in its stages, {list(plan.ssm_ranks)} for its SSMs",
+            "each rank in one stage at most, rank 0 in one, and none left out",
+            _FIX,
+        )
     if plan.stages[-1].end_block != blocks:
         raise PlanError(f"a plan of {plan.stages[-1].end_block} blocks", f"{blocks}, the model's", "plan this model")
     if len(plan.ssm_ranks) != ssms:
         raise PlanError(f"a plan for {len(plan.ssm_ranks)} SSMs", f"{ssms}, as many as --ssm names", _FIX)
-    if any(each != (0,) for each in plan.ssm_ranks):
-        raise PlanError(
-            f"SSMs in the place {plan.ssm_place or list(plan.ssm_ranks)}",
-            "SSMs on rank 0: other places can be planned, not run yet",
-            'give them rank 0 alone ("ssm_ranks": [[0]], in TOML ssm = "first")',
-        )
-    if any(count > 1 for count in plan.micro_batches):
-        raise PlanError(
-            f"{max(plan.micro_batches)} micro-batches in flight",
-            "one: more can be planned, not run yet",
-            "leave micro_batches out of the plan",
-        )
+    if any(not ranks or len(set(ranks)) < len(ranks) for ranks in plan.ssm_ranks):
+        raise PlanError(f"SSMs on ranks {list(plan.ssm_ranks)}", "one or more ranks for each, each once", _FIX)
+    if any(not 1 <= count <= MOST_MICRO_BATCHES for count in plan.micro_batches):
+        raise PlanError(f"micro-batches {list(plan.micro_batches)}", f"1 to {MOST_MICRO_BATCHES} each", _FIX)

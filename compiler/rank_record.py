@@ -7,15 +7,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flexspec.compiler.partition import RankPart
+from flexspec.compiler.plan import Plan
 from flexspec.errors import ArtifactError
 from flexspec.ops.record import record_of
 
 RANKS_FILE = "ranks.json"
 
 
+NO_STAGE = -1
+
+
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """One rank. ``weights``: tensors of its file in the order of the program's table. ``results``: it has logits."""
+    """One rank. ``weights``: tensors of its file in the order of the program's table. ``results``: it has logits.
+
+    A rank that only drafts has ``stage`` NO_STAGE and nothing of the LLM.
+    """
 
     rank: int
     stage: int
@@ -25,6 +32,13 @@ class RankRecord:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def drafting_only(plan: Plan) -> list[RankRecord]:
+    """Records of the plan's ranks that have SSMs and no part of the LLM."""
+    held = {rank for stage in plan.stages for rank in stage.ranks}
+    extra = sorted({rank for ranks in plan.ssm_ranks for rank in ranks} - held)
+    return [RankRecord(rank, NO_STAGE, False, (), ()) for rank in extra]
 
 
 def folder_of(rank: int) -> str:

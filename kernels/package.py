@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flexspec.compiler.artifact_writer import ArtifactWriter
 from flexspec.compiler.frontends.open_model import LoadedModel, check_weights, open_model
 from flexspec.compiler.model_record import LLM, GpuRecord, ModelRecord, PartRecord
-from flexspec.compiler.ngram_table import check_vocabulary, load_table
+from flexspec.compiler.ngram_table import NGRAM_FILE, check_vocabulary, load_table
 from flexspec.compiler.pipeline import LLM_PASSES, SSM_PASSES, run_passes
 from flexspec.compiler.plan import Plan, single_rank
 from flexspec.compiler.plan_file import check_runnable
@@ -35,7 +35,6 @@ from flexspec.models.registry import build_model, expected_weights
 from flexspec.text import print_graph
 from flexspec.types import DType, Role
 
-NGRAM_FILE = "ngram.safetensors"
 Progress = Callable[[str, int, int], None]  # (what, done, of)
 
 

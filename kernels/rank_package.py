@@ -14,7 +14,7 @@ from flexspec.compiler.artifact_writer import ArtifactWriter
 from flexspec.compiler.partition import RankPart
 from flexspec.compiler.pipeline import LLM_PASSES, lower_ranks
 from flexspec.compiler.plan import Plan
-from flexspec.compiler.rank_record import RANKS_FILE, RankRecord, folder_of, groups_of
+from flexspec.compiler.rank_record import RANKS_FILE, RankRecord, drafting_only, folder_of, groups_of
 from flexspec.compiler.shares import cut_weights
 from flexspec.graph import Graph
 from flexspec.kernels.cpu_build import build_path
@@ -46,6 +46,7 @@ def add_ranks(
         progress("building ranks", done, len(parts))
         records.append(_add_rank(writer, part, get, isas))
     progress("building ranks", len(parts), len(parts))
+    records += drafting_only(plan)
     writer.add_json(RANKS_FILE, {"ranks": [record.to_json() for record in records]})
 
 

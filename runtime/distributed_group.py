@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,11 +24,14 @@ from flexspec.errors import ArtifactError, PlanError
 from flexspec.graph import Attr, Node
 
 Rows = NDArray[np.float32]
+Scalar = TypeVar("Scalar", bound=np.generic)
 Attrs = Mapping[str, Attr]
 STEP_TIMEOUT_S = 120  # for a rank that is alive and silent; one that died closes its connections at once
 _START_TIMEOUT_S = 300
 _IDLE_TIMEOUT = timedelta(days=365)  # ranks wait for the next message as long as nobody asks for anything
 _WORD = 32  # bytes of each word of the greeting
+_UNREAD = 1024  # sends at a time that may be on their way; more than all micro-batches in flight can make
+RESULTS, ANSWERS = 1 << 20, 1 << 21  # tags beside the channels of the graphs
 
 
 def backend_of(device: str) -> str:
@@ -34,8 +39,36 @@ def backend_of(device: str) -> str:
     return "nccl" if device == "cuda" else "gloo"
 
 
+class Outbox:
+    """Sends that nobody waits for: a rank goes on while its bytes are on their way, and keeps them until then.
+
+    Were they waited for, two ranks that send to each other would lock up, and pipeline stages would run in turn.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._on_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> None:
+        """Raises RuntimeError (torch's own) when the other rank is gone."""
+        work = dist.isend(tensor, to, self._group, tag)
+        assert work is not None
+        self._on_way.append((work, tensor))
+        while len(self._on_way) > _UNREAD:
+            self._on_way.popleft()[0].wait()
+
+    def flush(self) -> None:
+        """Until all has been read."""
+        while self._on_way:
+            self._on_way.popleft()[0].wait()
+
+
 class Seat:
-    """A rank that has joined the others. ``control`` carries rank 0's messages, ``steps`` hops and results."""
+    """A rank that has joined the others.
+
+    ``control`` carries rank 0's messages and ``answers`` what comes back, both in host memory (gloo); ``steps`` and the
+    plan's groups carry rows, by the device's backend.
+    """
 
     def __init__(self, digest: str, world: int, groups: Sequence[tuple[int, ...]], device: str = "cpu") -> None:
         """Join, and compare version and ``digest`` (hex, of the artifact and the sizes) with all ranks.
@@ -47,14 +80,17 @@ class Seat:
         if found != world:
             raise PlanError(f"{found} ranks", f"{world}, as the artifact's plan has", f"start it with --ranks {world}")
         torch.set_num_threads(1)
-        dist.init_process_group(backend_of(device), timeout=timedelta(seconds=_START_TIMEOUT_S))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=_START_TIMEOUT_S))
         self.rank, self.world = dist.get_rank(), world
         self._greet(digest)
         self._sizes: Mapping[str, int] = {}
         everyone, limit = list(range(world)), timedelta(seconds=STEP_TIMEOUT_S)
+        backend = backend_of(device)
         self.control = dist.new_group(everyone, timeout=_IDLE_TIMEOUT)
-        self.steps = dist.new_group(everyone, timeout=limit)
-        self._groups = {tuple(group): dist.new_group(list(group), timeout=limit) for group in groups}
+        self.answers = dist.new_group(everyone, timeout=limit)
+        self.steps = dist.new_group(everyone, timeout=limit, backend=backend)
+        self._groups = {tuple(group): dist.new_group(list(group), limit, backend) for group in groups}
+        self.told, self.answered, self._sent = Outbox(self.control), Outbox(self.answers), Outbox(self.steps)
 
     def _greet(self, digest: str) -> None:
         own = __version__.encode()[:_WORD].ljust(_WORD, b"\0") + hashlib.sha256(digest.encode()).digest()
@@ -70,6 +106,26 @@ class Seat:
                     "the same on each rank",
                     "give all ranks one artifact, one flexspec and the same options",
                 )
+
+    def listen(self, array: NDArray[Scalar]) -> NDArray[Scalar]:
+        """Fill an array from rank 0's next message, however long it takes."""
+        dist.recv(torch.from_numpy(array), 0, self.control)
+        return array
+
+    def receive(self, array: NDArray[Scalar], source: int, tag: int) -> NDArray[Scalar]:
+        """Fill an array with the next answer of that tag."""
+        dist.recv(torch.from_numpy(array), source, self.answers, tag)
+        return array
+
+    def expect(self, array: NDArray[np.generic], source: int, tag: int) -> dist.Work:
+        """Begin to fill an array with an answer that is still to come."""
+        work = dist.irecv(torch.from_numpy(array), source, self.answers, tag)
+        assert work is not None
+        return work
+
+    def answer(self, array: NDArray[np.generic], tag: int) -> None:
+        """Send an answer to rank 0."""
+        self.answered.send(torch.from_numpy(array), 0, tag)
 
     def begin(self, rows: int, logit_rows: int) -> None:
         """What the dims T and L are in the step that follows: a rank that receives must know it."""
@@ -88,7 +144,7 @@ class Seat:
         own = torch.from_numpy(np.array(given)) if given is not None else torch.empty(shape)
         assert given is None or len(given) == shape[0], "all ranks see the same step"
         if node.op == "send":
-            dist.send(own, _int(attrs["to"]), self.steps, _int(attrs["channel"]))
+            self._sent.send(own, _int(attrs["to"]), _int(attrs["channel"]))
         elif node.op == "recv":
             dist.recv(own, _int(attrs["source"]), self.steps, _int(attrs["channel"]))
         elif node.op == "replicate":
@@ -118,6 +174,9 @@ class Seat:
         return torch.cat([x[:, :n] for x, n in zip(self._gather(padded, attrs), columns, strict=True)], 1)
 
     def close(self) -> None:
+        """Leave, once what this rank has sent was read. Raises RuntimeError when a rank is gone."""
+        for outbox in (self.told, self.answered, self._sent):
+            outbox.flush()
         dist.destroy_process_group()
 
 

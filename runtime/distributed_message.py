@@ -1,7 +1,8 @@
-"""What rank 0 tells the others: a step, moved KV, the end. Sizes travel first and are checked before anything is read.
+"""What rank 0 tells the others: a step, moved KV, a draft, the end. Sizes come first and are checked before reading.
 
-A message is a header of eight int64 and, for steps and moves, one run of bytes whose length follows from the sizes. It
-holds a step's inputs and nothing about requests: the other ranks have no policy.
+A message is a header of eight int64 and, for all but the end, one run of bytes whose length follows from the sizes. A
+step holds its inputs and nothing about requests: the other ranks have no policy. What is in a draft is
+distributed_drafts.py's.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from numpy.typing import NDArray
 from flexspec.errors import EngineError
 from flexspec.runtime.step import StepBatch
 
-STEP, MOVE, STOP = 1, 2, 3
+STEP, MOVE, STOP, DRAFT, TREES = 1, 2, 3, 4, 5
 HEADER_WORDS = 8
+MAX_DRAFT_BYTES = 1 << 30
 _MAGIC = 0x66737063  # "fspc"
 _WANT_LOGITS, _WANT_FEATURES = 1, 2
 
@@ -62,6 +64,13 @@ def encode_stop() -> Header:
     return np.array([_MAGIC, STOP, 0, 0, 0, 0, 0, 0], np.int64)
 
 
+def encode_draft(kind: int, body: Bytes) -> Header:
+    """Of a DRAFT or its answer, TREES. Raises EngineError for one that is too long."""
+    header = np.array([_MAGIC, kind, body.nbytes, 0, 0, 0, 0, 0], np.int64)
+    check_header(header, Room(0, 0))
+    return header
+
+
 def check_header(header: Header, room: Room) -> tuple[int, int]:
     """Kind of the message and bytes of its body. Raises EngineError for sizes that cannot be."""
     magic, kind, *sizes = (int(word) for word in header)
@@ -72,11 +81,13 @@ def check_header(header: Header, room: Room) -> tuple[int, int]:
         return kind, _step_bytes(rows, requests, table, words, logits)
     if fits and kind == MOVE and rows <= room.max_rows:
         return kind, 8 * rows
+    if fits and kind in (DRAFT, TREES) and 0 < rows <= MAX_DRAFT_BYTES:
+        return kind, rows
     if fits and kind == STOP:
         return kind, 0
     raise EngineError(
         f"a message with the header {header.tolist()}",
-        f"a step of at most {room.max_rows} rows and {room.pages} pages, a move, or the end",
+        f"a step of at most {room.max_rows} rows and {room.pages} pages, a move, a draft, or the end",
         "report this fault: ranks read each other wrongly",
     )
 

@@ -5,19 +5,34 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 from flexspec.compiler.artifact import Artifact, open_artifact
 from flexspec.compiler.manifest import MANIFEST_NAME
-from flexspec.compiler.model_record import PartRecord, record_from_json
-from flexspec.compiler.rank_record import RANKS_FILE, RankRecord, folder_of, ranks_from_json
+from flexspec.compiler.model_record import ModelRecord, PartRecord, record_from_json
+from flexspec.compiler.plan import plan_from_json
+from flexspec.compiler.rank_record import NO_STAGE, RANKS_FILE, RankRecord, folder_of, ranks_from_json
 from flexspec.errors import ArtifactError, PlanError
 from flexspec.runtime.cpu_rank import CpuRank
-from flexspec.runtime.distributed_executor import DistributedExecutor, follow
+from flexspec.runtime.distributed_drafts import DraftHost
+from flexspec.runtime.distributed_executor import DistributedExecutor
+from flexspec.runtime.distributed_follow import Follower
 from flexspec.runtime.distributed_group import Seat
 from flexspec.runtime.distributed_message import Room
-from flexspec.runtime.open_engine import ServeOptions, choose_isa, default_threads
+from flexspec.runtime.open_drafters import choose_ladder, ssm_drafter
+from flexspec.runtime.open_engine import (
+    ServeOptions,
+    choose_isa,
+    context_tokens,
+    default_threads,
+    open_cpu,
+    ssm_pages,
+    ssms_of,
+)
+from flexspec.runtime.step import Executor
 from flexspec.text import parse_graph
+from flexspec.types import PAGE_TOKENS
 
 
 def open_leader(artifact: Artifact, llm: PartRecord, options: ServeOptions) -> DistributedExecutor:
@@ -27,7 +42,7 @@ def open_leader(artifact: Artifact, llm: PartRecord, options: ServeOptions) -> D
     seat = _join(artifact, records, room, options)
     return DistributedExecutor(
         seat, shard, room, source=_source(records), vocab_size=llm.outputs, feature_columns=llm.feature_columns,
-        max_positions=llm.max_positions,
+        stage_ranks=[record.rank for record in records if record.stage != NO_STAGE], max_positions=llm.max_positions,
     )  # fmt: skip
 
 
@@ -38,20 +53,41 @@ def run_follower(path: Path, options: ServeOptions) -> None:
     at once when rank 0 is gone.
     """
     artifact = open_artifact(path, check_digests=options.checks)
-    llm = record_from_json(artifact.read_json("model.json")).models[0]
+    model = record_from_json(artifact.read_json("model.json"))
     records, room, rank = _records(artifact), _room(options), int(os.environ["RANK"])
     if not 0 < rank < len(records):
         raise PlanError(f"rank {rank}", f"ranks 0 to {len(records) - 1}", f"start it with --ranks {len(records)}")
-    shard = _shard(artifact, records[rank], options)
+    shard = _shard(artifact, records[rank], options) if records[rank].stage != NO_STAGE else None
+    host, opened = _host(artifact, model, rank, options)
     seat = _join(artifact, records, room, options)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    follow(
-        seat, shard, room, gives=_source(records) == rank, vocab_size=llm.outputs,
+    llm = model.models[0]
+    Follower(
+        seat, shard, host, room, gives=_source(records) == rank, vocab_size=llm.outputs,
         feature_columns=llm.feature_columns,
-    )  # fmt: skip
-    shard.close()
+    ).run()  # fmt: skip
+    for each in opened:
+        each.close()
+    if shard is not None:
+        shard.close()
     seat.close()
+
+
+def _host(
+    artifact: Artifact, model: ModelRecord, rank: int, options: ServeOptions
+) -> tuple[DraftHost | None, list[Executor]]:
+    """What drafts on a rank other than 0, and its executors."""
+    plan = plan_from_json(artifact.read_json("plan.json"))
+    ladder = choose_ladder(options.draft, plan, artifact, model)
+    context, _ = context_tokens(model, ladder, options)
+    drafters, opened = [], []
+    for part, ranks in ssms_of(model, plan, ladder):
+        if rank in ranks:
+            sized = replace(options, kv_tokens=ssm_pages(options, ranks, context) * PAGE_TOKENS)
+            opened.append(open_cpu(artifact, choose_isa(artifact), part, sized))
+            drafters.append(ssm_drafter(part, opened[-1], ladder, model.models[0].outputs))
+    return DraftHost(drafters) if drafters else None, list(opened)
 
 
 def _records(artifact: Artifact) -> tuple[RankRecord, ...]:
@@ -76,7 +112,7 @@ def _source(records: tuple[RankRecord, ...]) -> int:
 def _join(artifact: Artifact, records: tuple[RankRecord, ...], room: Room, options: ServeOptions) -> Seat:
     manifest = hashlib.sha256((artifact.root / MANIFEST_NAME).read_bytes()).hexdigest()
     groups = sorted({group for record in records for group in record.groups})
-    return Seat(f"{manifest} {room}", len(records), groups, options.device)
+    return Seat(f"{manifest} {room} {options.draft} {options.context_tokens}", len(records), groups, options.device)
 
 
 def _shard(artifact: Artifact, record: RankRecord, options: ServeOptions) -> CpuRank:
@@ -87,7 +123,6 @@ def _shard(artifact: Artifact, record: RankRecord, options: ServeOptions) -> Cpu
     missing = [tensor for tensor in record.weights if tensor not in tensors]
     if missing:
         raise ArtifactError(f"no tensor {missing[0]} for {name}", "every weight of its program", "compile it again")
-    local = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return CpuRank.built(
         record.rank,
         parse_graph(artifact.read_bytes(f"graph/{name}.fsg").decode()),
@@ -95,5 +130,5 @@ def _shard(artifact: Artifact, record: RankRecord, options: ServeOptions) -> Cpu
         [tensors[tensor] for tensor in record.weights],
         pages=room.pages,
         max_rows=room.max_rows,
-        threads=options.threads or max(1, default_threads() // local),
+        threads=options.threads or default_threads(),
     )

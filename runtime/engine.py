@@ -1,16 +1,16 @@
 """The round: draft, verify every tree in one LLM pass, accept, commit, gather KV. Prompt chunks share the same pass.
 
-Owns the requests in flight and the order of a step; who may enter is runtime/scheduler's, which path is taken
-runtime/accept's, and appending to a sequence runtime/commit's. One thread calls :meth:`Engine.step`; ``submit`` and
-``cancel`` may come from any thread.
+Owns the order of a round; who may enter is runtime/scheduler's, who travels together runtime/micro_batches', what a
+request sends runtime/round's, which path is taken runtime/accept's, and appending to a sequence runtime/commit's. One
+thread calls :meth:`Engine.step`; ``submit`` and ``cancel`` may come from any thread.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,42 +22,25 @@ from flexspec.runtime.commit import Committed, commit
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.budget import SpeculationWatch
 from flexspec.runtime.drafters.planned import PlannedDrafter
+from flexspec.runtime.micro_batches import MicroBatch, MicroBatches
 from flexspec.runtime.observer import Observer, report_round
-from flexspec.runtime.pages import RowGroup, pack_rows
+from flexspec.runtime.pages import pack_rows
+from flexspec.runtime.round import Clock, Round, Work, prompt_work, tree_work
 from flexspec.runtime.scheduler import Limits, Running, Scheduler
 from flexspec.runtime.sequence import Detokenizer
-from flexspec.runtime.step import Executor, StepResult
+from flexspec.runtime.step import AtOnce, Executor, OverlappingExecutor, StepResult
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree
 
 _PROMPT_SHARE = 4  # while prompts wait, drafts leave them this part of a step's rows
 
 
-@dataclass(slots=True)
-class Clock:
-    """Where the time of all rounds so far went, in seconds: LLM steps, drafting, moving KV, and the rest, in Python."""
-
-    step_s: float = 0.0
-    draft_s: float = 0.0
-    gather_s: float = 0.0
-    total_s: float = 0.0
-
-    @property
-    def overhead_s(self) -> float:
-        return self.total_s - self.step_s - self.draft_s - self.gather_s
-
-
-@dataclass(slots=True)
-class _Work:
-    """One request's part of a step: a token tree to verify, or a piece of its prompt (``tree`` None)."""
-
-    running: Running
-    tree: TokenTree | None
-    rows: RowGroup
-
-
 class Engine:
-    """Continuous batching of speculative rounds over one LLM executor. Implements runtime/api.py's EngineClient."""
+    """Continuous batching of speculative rounds over one LLM executor. Implements runtime/api.py's EngineClient.
+
+    ``micro_batches(requests)``: how many micro-batches share that many running requests; each has a round of its own,
+    and while one is verified others are drafted or verified too, as far as the executor and the drafters overlap.
+    """
 
     def __init__(
         self,
@@ -67,8 +50,13 @@ class Engine:
         eos_ids: Sequence[int],
         limits: Limits,
         observer: Observer | None = None,
+        micro_batches: Callable[[int], int] = lambda requests: 1,
     ) -> None:
         self.executor, self.drafter = executor, drafter
+        self._steps = executor if isinstance(executor, OverlappingExecutor) else AtOnce(executor)
+        self._batches = MicroBatches(micro_batches)
+        self._drafting: deque[MicroBatch] = deque()  # in the order in which their drafts began
+        self._verifying: deque[MicroBatch] = deque()  # in the order of their steps
         self.watch = SpeculationWatch()
         self.clock = Clock()
         self.plain_step_s = 0.0  # measured seconds of a one-row step; 0 = unknown
@@ -112,19 +100,24 @@ class Engine:
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Run one step; False when there was nothing to do. Requests get an error, not silence, when it fails."""
+        """Begin the rounds that can begin and end the oldest in flight; False when there was nothing to do.
+
+        Requests get an error, not silence, when it fails.
+        """
         began = time.perf_counter()
         with self._lock:
             gone = self._scheduler.take_cancelled()
             entered = self._scheduler.admit()
         for running in gone:
             self._finish(running, "cancelled")
-        busy = bool(self._scheduler.running)
+        for running in entered:
+            self._batches.add(running)
+        busy = bool(self._scheduler.running or self._drafting or self._verifying)
         if busy:
             try:
                 for running in entered:
                     self.drafter.begin(running.sequence.request_id, running.sequence.prompt_ids)
-                self._run(began)
+                self._run()
             except FlexspecError as error:
                 self.fail(str(error))
             self.clock.total_s += time.perf_counter() - began
@@ -142,109 +135,127 @@ class Engine:
         self._end_all("it was stopped", "cancelled")
 
     def _end_all(self, why: str, reason: str) -> None:
+        self._drafting.clear()
+        self._verifying.clear()
+        self._batches.clear()
         with self._lock:
             self._ended = self._ended or why
             everything = self._scheduler.take_all()
         for running in everything:
             self._finish(running, reason, why if reason == "error" else None)
 
-    def _run(self, began: float) -> None:
-        decoding = [r for r in self._scheduler.running if r.prefilled]
-        speculate = self.watch.enabled and self.drafter.plan.method != "off"
-        trees = self._draft(decoding, speculate)
-        work = [self._tree_work(r, tree) for r, tree in zip(decoding, trees, strict=True)]
-        work += self._prompt_work(self.executor.max_rows - sum(len(tree) for tree in trees))
-        sampled = any(not w.running.sequence.params.greedy for w in work if w.rows.logit_rows)
-        batch = pack_rows([w.rows for w in work])
-        started = time.perf_counter()
-        result = self.executor.step(batch, want_logits=sampled, want_features=self.drafter.reads_features)
-        step_s = time.perf_counter() - started
-        self.clock.step_s += step_s
-        if self._observer:
-            self._observer.record_step(step_s, "verify" if decoding else "prefill")
-        committed = self._settle(work, result)
-        if decoding and len(decoding) == len(work):  # a pure decoding step: comparable with others of its size
-            seconds = time.perf_counter() - began
-            if speculate:
-                self.watch.record_round(len(decoding), committed, seconds)
-            elif self.drafter.plan.method != "off":
-                self.watch.record_plain(len(decoding), seconds)
+    def _run(self) -> None:
+        for batch in self._batches.idle():
+            self._begin(batch)
+        while self._drafting:
+            self._verify(self._drafting.popleft())
+            if self._verifying and not self._steps.returns_early:
+                break  # its result is there: the next draft of its requests begins before another step does
+        if self._verifying:
+            self._end(self._verifying.popleft())
 
-    def _draft(self, decoding: Sequence[Running], speculate: bool) -> list[TokenTree]:
-        if not speculate or not decoding:
-            return [TokenTree.root_only(r.sequence.last_token) for r in decoding]
+    def _begin(self, batch: MicroBatch) -> None:
+        """Begin a round, with its draft if there is to be one."""
         began = time.perf_counter()
-        waiting = sum(r.prompt_left for r in self._scheduler.running)
+        decoding = [r for r in batch.members if r.prefilled]
+        prompts = [r for r in batch.members if not r.prefilled]
+        draft = None
+        if decoding and self.watch.enabled and self.drafter.ladder.drafts:
+            most = self._most_nodes(decoding, prompts)
+            wishes = [self._wish(running, most) for running in decoding]
+            draft = self.drafter.start(wishes, len(self._scheduler.running))
+        batch.round = Round(decoding, prompts, draft, began)
+        batch.round.draft_s = time.perf_counter() - began
+        self._drafting.append(batch)
+
+    def _most_nodes(self, decoding: Sequence[Running], prompts: Sequence[Running]) -> int:
+        """Drafted nodes that each request may have in the step, beside what waiting prompts are left."""
+        waiting = sum(r.prompt_left for r in prompts)
         rows = self.executor.max_rows - min(waiting, self.executor.max_rows // _PROMPT_SHARE)
-        most = max(0, rows // len(decoding) - 1)
-        wishes = [
-            DraftRequest(
-                r.sequence.request_id,
-                r.sequence.last_token,
-                min(most, self.drafter.limits.max_nodes),
-                min(r.sequence.tokens_left - 1, self.drafter.limits.max_depth),
-                r.sequence.params,
-            )
-            for r in decoding
+        return max(0, rows // len(decoding) - 1)
+
+    def _wish(self, running: Running, most: int) -> DraftRequest:
+        limits, sequence = self.drafter.limits, running.sequence
+        return DraftRequest(
+            sequence.request_id,
+            sequence.last_token,
+            min(most, limits.max_nodes),
+            min(sequence.tokens_left - 1, limits.max_depth),
+            sequence.params,
+        )
+
+    def _verify(self, batch: MicroBatch) -> None:
+        """The draft's end and the step's beginning."""
+        this = batch.round
+        assert this is not None
+        began = time.perf_counter()
+        if this.draft is not None:
+            trees = self.drafter.finish(this.draft)
+        else:
+            trees = [TokenTree.root_only(r.sequence.last_token) for r in this.decoding]
+        drafted = time.perf_counter()
+        self._note_draft(this, drafted - began)
+        this.work = [
+            tree_work(r, tree) for r, tree in zip(this.decoding, trees, strict=True) if r.sequence.finish_reason is None
         ]
-        trees = self.drafter.propose(wishes)
-        seconds = time.perf_counter() - began
+        rows_left = self.executor.max_rows - sum(len(w.rows.ids) for w in this.work)
+        this.work += prompt_work([r for r in this.prompts if r.sequence.finish_reason is None], rows_left)
+        if not this.work:  # all were cancelled meanwhile
+            batch.round = None
+            return
+        sampled = any(not w.running.sequence.params.greedy for w in this.work if w.rows.logit_rows)
+        packed = pack_rows([w.rows for w in this.work])
+        started = time.perf_counter()
+        self._steps.start(packed, want_logits=sampled, want_features=self.drafter.reads_features)
+        this.step_s = time.perf_counter() - started
+        self._verifying.append(batch)
+
+    def _note_draft(self, this: Round, seconds: float) -> None:
+        if this.draft is None:
+            return
+        seconds += this.draft_s
         self.clock.draft_s += seconds
         if self.plain_step_s:
             self.drafter.draft_cost += 0.1 * (seconds / self.plain_step_s - self.drafter.draft_cost)
         if self._observer:
             self._observer.record_step(seconds, "draft")
-        return trees
 
-    def _tree_work(self, running: Running, tree: TokenTree) -> _Work:
-        bits = [1]
-        depth = [0]
-        for i in range(1, len(tree)):
-            bits.append(bits[tree.parents[i]] | 1 << i)
-            depth.append(depth[tree.parents[i]] + 1)
-        context = running.cached
-        return _Work(
-            running,
-            tree,
-            RowGroup(
-                tree.tokens,
-                [context + d for d in depth],
-                context,
-                running.pages,
-                range(len(tree)),
-                bits if len(tree) > 1 else None,
-            ),
-        )
+    def _end(self, batch: MicroBatch) -> None:
+        """Take the results of a step, and commit."""
+        this = batch.round
+        assert this is not None
+        began = time.perf_counter()
+        result = self._steps.finish()
+        step_s = this.step_s + time.perf_counter() - began
+        batch.round = None
+        self.clock.step_s += step_s
+        if self._observer:
+            self._observer.record_step(step_s, "verify" if this.decoding else "prefill")
+        committed = self._settle(this.work, result)
+        requests = len(this.decoding)
+        if requests and requests == len(this.work):  # a pure decoding step: comparable with others of its size
+            seconds = time.perf_counter() - this.began
+            if this.draft is not None and this.draft.plan.method != "off":
+                self.watch.record_round(requests, committed, seconds)
+            elif self.drafter.ladder.drafts:
+                self.watch.record_plain(requests, seconds)
 
-    def _prompt_work(self, rows_left: int) -> list[_Work]:
-        """The next piece of each prompt, in order of arrival, as far as the step has room."""
-        work = []
-        for running in self._scheduler.running:
-            if running.prefilled or rows_left <= 0:
-                continue
-            start, prompt = running.cached, running.sequence.prompt_ids
-            piece = prompt[start : start + rows_left]
-            last = start + len(piece) == len(prompt)
-            positions = range(start, start + len(piece))
-            rows = RowGroup(piece, positions, start, running.pages, [len(piece) - 1] if last else [])
-            work.append(_Work(running, None, rows))
-            rows_left -= len(piece)
-        return work
-
-    def _settle(self, work: Sequence[_Work], result: StepResult) -> int:
+    def _settle(self, work: Sequence[Work], result: StepResult) -> int:
         """Accept, commit and gather for every request of the step; returns the tokens decoding requests committed."""
         row = logit = committed = 0
         for w in work:
             features = None if result.features_TE is None else result.features_TE[row : row + len(w.rows.ids)]
             logits = slice(logit, logit + len(w.rows.logit_rows))
             row, logit = row + len(w.rows.ids), logits.stop
+            if w.running.sequence.finish_reason is not None:  # cancelled while the step ran
+                continue
             if w.tree is None:
                 self._settle_prompt(w, result, logits, features)
             else:
                 committed += self._settle_tree(w, w.tree, result, logits, features)
         return committed
 
-    def _settle_prompt(self, w: _Work, result: StepResult, logits: slice, features: NDArray[np.float32] | None) -> None:
+    def _settle_prompt(self, w: Work, result: StepResult, logits: slice, features: NDArray[np.float32] | None) -> None:
         running, sequence = w.running, w.running.sequence
         if features is not None:
             self.drafter.observe_prompt(sequence.request_id, running.cached, features)
@@ -257,7 +268,7 @@ class Engine:
         self._deliver(running, [token], commit(sequence, [token]), None if features is None else features[-1:])
 
     def _settle_tree(
-        self, w: _Work, tree: TokenTree, result: StepResult, logits: slice, features: NDArray[np.float32] | None
+        self, w: Work, tree: TokenTree, result: StepResult, logits: slice, features: NDArray[np.float32] | None
     ) -> int:
         running, sequence = w.running, w.running.sequence
         accepted = self._accept(running, tree, result, logits)
@@ -311,6 +322,7 @@ class Engine:
         if sequence.finish_reason is None:
             sequence.abort(reason)
         self.drafter.end(sequence.request_id)
+        self._batches.remove(running)
         with self._lock:
             self._scheduler.release(running)
         if self._observer:

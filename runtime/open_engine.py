@@ -13,43 +13,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.compiler.artifact import Artifact, open_artifact
 from flexspec.compiler.model_record import LLM, ModelRecord, PartRecord, record_from_json
-from flexspec.compiler.ngram_table import check_table, check_vocabulary
 from flexspec.compiler.plan import Plan, plan_from_json
-from flexspec.errors import ArtifactError, CapacityError, RequestError, ToolchainError
+from flexspec.errors import ArtifactError, CapacityError, ToolchainError
 from flexspec.kernels.cpu_build import supported_isas
 from flexspec.kernels.cpu_check import seeded_digest
 from flexspec.runtime.chat import ChatRenderer
 from flexspec.runtime.cpu_executor import CpuExecutor
-from flexspec.runtime.drafters.base import Drafter
+from flexspec.runtime.drafters.base import DraftsElsewhere
 from flexspec.runtime.drafters.budget import StepCost
-from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
-from flexspec.runtime.drafters.plan import DraftPlan, worst_case
+from flexspec.runtime.drafters.plan import DraftLadder
 from flexspec.runtime.drafters.planned import PlannedDrafter
-from flexspec.runtime.drafters.ssm import SsmDrafter
-from flexspec.runtime.drafters.suffix import SuffixDrafter
 from flexspec.runtime.engine import Engine
 from flexspec.runtime.observer import Observer
+from flexspec.runtime.open_drafters import DEFAULT_DRAFT, cheap_drafters, choose_ladder, ssm_drafter
 from flexspec.runtime.pages import RowGroup, pack_rows
 from flexspec.runtime.scheduler import Limits
-from flexspec.runtime.step import Executor
+from flexspec.runtime.step import Executor, OverlappingExecutor
 from flexspec.runtime.tokenizer import Detokenizer, Tokenizer
 from flexspec.types import PAGE_TOKENS
 
-DEFAULT_DRAFT = "auto"
-NGRAM_FILE = "ngram.safetensors"
 CHAT_FILE = "chat_template.jinja"
 _REBUILD = "compile the model again"
-
-
-def default_draft(ssms: int) -> str:
-    """The draft plan that compile stores when none is given: every source in one budgeted tree."""
-    names = ["suffix", "ngram", *("ssm" if i == 0 else f"ssm{i + 1}" for i in range(ssms))]
-    return f"budget:24/depth=8/sources={'+'.join(names)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +72,7 @@ class Served:
     tokenizer: Tokenizer
     chat: ChatRenderer | None
     plan: Plan
-    draft: DraftPlan
+    draft: DraftLadder
     isa: str
     context_tokens: int
     executors: list[Executor]
@@ -107,34 +95,68 @@ def open_engine(
     artifact = open_artifact(path, check_digests=options.checks)
     record = record_from_json(artifact.read_json("model.json"))
     plan = plan_from_json(artifact.read_json("plan.json"))
-    draft = _choose_draft(options.draft, plan, _sources(artifact, record))
-    isa, executor_of = _backend(artifact, record, draft, options)
-    context, longer_context = _context(record, draft, options)
+    ladder = choose_ladder(options.draft, plan, artifact, record)
+    isa, executor_of = _backend(artifact, record, ladder, options)
+    context, longer_context = context_tokens(record, ladder, options)
     tokenizer = Tokenizer(artifact.read_bytes("tokenizer.json"), record.eos_ids, record.bos_id)
     chat = _chat(artifact, record)
     with ExitStack() as opened:
-        wanted = [part for part in record.models if part.name == LLM or part.name in draft.sources]
         executors: list[Executor] = []
-        for part in wanted:
-            open_part = open_llm if part.name == LLM else None
-            executors.append(open_part(artifact, part, options) if open_part else executor_of(part))
+
+        def opens(part: PartRecord, given: OpenLlm | None = None, pages: int = 0) -> Executor:
+            sized = replace(options, kv_tokens=pages * PAGE_TOKENS) if pages else options
+            executors.append(given(artifact, part, options) if given else executor_of(part, sized))
             opened.callback(executors[-1].close)
-        planned = PlannedDrafter(draft, _drafters(artifact, draft, wanted, executors))
+            return executors[-1]
+
+        llm = opens(record.models[0], open_llm)
+        drafters = cheap_drafters(artifact, ladder, llm.vocab_size)
+        for part, ranks in ssms_of(record, plan, ladder):
+            elsewhere = llm if isinstance(llm, DraftsElsewhere) and ranks != (0,) else None
+            own = None
+            if elsewhere is None or 0 in ranks:
+                pages = ssm_pages(options, ranks, context) if elsewhere else options.pages
+                own = ssm_drafter(part, opens(part, pages=pages), ladder, llm.vocab_size)
+            drafter = elsewhere.drafter(part, ranks, own) if elsewhere else own
+            assert drafter is not None
+            drafters.append(drafter)
+        planned = PlannedDrafter(ladder, drafters)
         limits = Limits(context, max_running=options.max_requests, longer_context=longer_context)
-        engine = Engine(executors[0], planned, lambda: Detokenizer(tokenizer), record.eos_ids, limits, observer)
-        if options.measure and draft.method != "off" and options.device != "interpret":
-            planned.step_cost, engine.plain_step_s = measure_steps(executors[0], planned.limits.max_nodes)
+        count = plan.micro_batches_for if isinstance(llm, OverlappingExecutor) else _one
+        engine = Engine(llm, planned, lambda: Detokenizer(tokenizer), record.eos_ids, limits, observer, count)
+        if options.measure and ladder.drafts and options.device != "interpret":
+            planned.step_cost, engine.plain_step_s = measure_steps(llm, planned.limits.max_nodes)
         opened.pop_all()
-    return Served(record.name, engine, tokenizer, chat, plan, draft, isa, context, executors)
+    return Served(record.name, engine, tokenizer, chat, plan, ladder, isa, context, executors)
+
+
+def _one(requests: int) -> int:
+    """Micro-batches of one rank: two steps would only take turns."""
+    return 1
+
+
+def ssms_of(record: ModelRecord, plan: Plan, ladder: DraftLadder) -> list[tuple[PartRecord, tuple[int, ...]]]:
+    """The SSMs that the ladder drafts with, and the ranks where each lives."""
+    ssms = [part for part in record.models if part.name != LLM]
+    if len(ssms) != len(plan.ssm_ranks):
+        raise ArtifactError(f"a plan for {len(plan.ssm_ranks)} SSMs", f"the {len(ssms)} of model.json", _REBUILD)
+    return [each for each in zip(ssms, plan.ssm_ranks, strict=True) if each[0].name in ladder.sources]
+
+
+def ssm_pages(options: ServeOptions, ranks: Sequence[int], context: int) -> int:
+    """KV pages of an SSM on each of its ranks: their share of the requests, and room for the longest one."""
+    if len(ranks) == 1:
+        return options.pages
+    return min(options.pages, max(-(-options.pages // len(ranks)), 2 * (-(-context // PAGE_TOKENS) + 1)))
 
 
 def _backend(
-    artifact: Artifact, record: ModelRecord, draft: DraftPlan, options: ServeOptions
-) -> tuple[str, Callable[[PartRecord], Executor]]:
+    artifact: Artifact, record: ModelRecord, ladder: DraftLadder, options: ServeOptions
+) -> tuple[str, Callable[[PartRecord, ServeOptions], Executor]]:
     """What the kernels run on, and the maker of a model's executor there."""
     if options.device == "cpu":
         isa = choose_isa(artifact)
-        return isa, lambda part: _executor(artifact, isa, part, options)
+        return isa, lambda part, sized: open_cpu(artifact, isa, part, sized)
     try:
         from flexspec.runtime.triton_open import open_gpu
     except ImportError as error:
@@ -142,9 +164,9 @@ def _backend(
             f"--device {options.device} without PyTorch ({error})", "torch >= 2.11",
             "pip install torch, or run it with --device cpu",
         ) from None  # fmt: skip
-    worst = worst_case(draft)
+    worst = ladder.worst
     gpu = open_gpu(artifact, record, options.device, max(worst.max_nodes + 1, worst.ssm_rows))
-    return gpu.name, lambda part: gpu.executor(part, options.pages, max(options.max_rows, options.max_requests))
+    return gpu.name, lambda part, sized: gpu.executor(part, sized.pages, max(sized.max_rows, sized.max_requests))
 
 
 def choose_isa(artifact: Artifact) -> str:
@@ -157,40 +179,12 @@ def choose_isa(artifact: Artifact) -> str:
     raise AssertionError("require_target raises for a target that is not there")
 
 
-def _sources(artifact: Artifact, record: ModelRecord) -> tuple[str, ...]:
-    """Names of all sources of drafts that the artifact has."""
-    table = (NGRAM_FILE,) if NGRAM_FILE in artifact.names() else ()
-    return ("suffix", *("ngram" for _ in table), *(part.name for part in record.models if part.name != LLM))
-
-
-def _choose_draft(text: str, plan: Plan, sources: Sequence[str]) -> DraftPlan:
-    """The draft plan asked for, with all ``sources`` unless it names its own; "auto" is the artifact's."""
-    if text == DEFAULT_DRAFT:
-        try:
-            stored = DraftPlan.parse(plan.draft_for(1))
-        except RequestError as error:
-            raise ArtifactError(f"plan.json holds {error.found}", error.expected, "compile the model again") from None
-        kept = tuple(source for source in stored.sources if source in sources)
-        return replace(stored, sources=kept) if kept else DraftPlan(method="off")
-    parsed = DraftPlan.parse(text)
-    if parsed.method in ("chain", "budget") and "sources=" not in text:
-        return replace(parsed, sources=tuple(sources))
-    missing = [source for source in parsed.sources if source not in sources]
-    if missing and parsed.method != "off":
-        raise ArtifactError(
-            f"the artifact holds no {', '.join(missing)} for --draft {text}",
-            f"sources among {', '.join(sources)}",
-            "compile it with --ssm DIR, or name other sources",
-        )
-    return parsed
-
-
-def _context(record: ModelRecord, draft: DraftPlan, options: ServeOptions) -> tuple[int, str]:
+def context_tokens(record: ModelRecord, ladder: DraftLadder, options: ServeOptions) -> tuple[int, str]:
     """Longest prompt plus output of one request, and how a longer one can be had ("" if it is the model's own).
 
     The least of the model's, the pool's with one tree behind it, and the option's.
     """
-    tree = worst_case(draft).max_nodes + 1
+    tree = ladder.worst.max_nodes + 1
     room = options.pages * PAGE_TOKENS - tree
     if room < 2:
         raise CapacityError(
@@ -223,7 +217,7 @@ def _chat(artifact: Artifact, record: ModelRecord) -> ChatRenderer | None:
     return ChatRenderer(template, record.special_tokens)
 
 
-def _executor(artifact: Artifact, isa: str, part: PartRecord, options: ServeOptions) -> CpuExecutor:
+def open_cpu(artifact: Artifact, isa: str, part: PartRecord, options: ServeOptions) -> CpuExecutor:
     library = artifact.file(f"kernels/cpu/{part.name}/{isa}.so")
     weights = _weights(artifact, part)
     if options.checks:
@@ -254,11 +248,14 @@ def _weights(artifact: Artifact, part: PartRecord) -> list[NDArray[Any]]:
 
 
 def default_threads() -> int:
-    """One thread a core this process may run on, at most 8: a step is bound by memory, not by arithmetic."""
+    """One thread a core this process may run on, at most 8: a step is bound by memory, not by arithmetic.
+
+    Ranks on one host share its cores.
+    """
     import os
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, cores))
+    return max(1, min(8, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
 
 
 def _self_test(artifact: Artifact, isa: str, name: str, library: Path, weights: Sequence[NDArray[Any]]) -> None:
@@ -275,36 +272,6 @@ def _self_test(artifact: Artifact, isa: str, name: str, library: Path, weights: 
             "the same bytes",
             f"rebuild it: {artifact.manifest.rebuild}; if it persists set FLEXSPEC_CPU_ISA=avx512 or avx2",
         )
-
-
-def _drafters(
-    artifact: Artifact, draft: DraftPlan, models: Sequence[PartRecord], executors: Sequence[Executor]
-) -> list[Drafter]:
-    """The drafters of the plan's sources; ``models`` and ``executors`` are the LLM's first."""
-    if draft.method == "off":
-        return []
-    vocab_size = executors[0].vocab_size
-    made: list[Drafter] = [SuffixDrafter()]
-    if "ngram" in draft.sources:
-        table = artifact.tensors(NGRAM_FILE)
-        check_table(table, NGRAM_FILE)
-        check_vocabulary(table, vocab_size, NGRAM_FILE)
-        made.append(NgramDrafter(NgramModel(table)))
-    for part, executor in zip(models[1:], executors[1:], strict=True):
-        if part.vocab_size != vocab_size:
-            raise ArtifactError(f"{part.name} has {part.vocab_size} tokens", f"the LLM's {vocab_size}", _REBUILD)
-        made.append(
-            SsmDrafter(
-                executor,
-                draft.expansion,
-                vocab_size,
-                keep_ids=None if part.keep_ids is None else np.array(part.keep_ids, np.int64),
-                reads_features=bool(part.reads_features),
-                sampled=draft.sampled,
-                name=part.name,
-            )
-        )
-    return made
 
 
 def measure_steps(executor: Executor, max_nodes: int, repeats: int = 3) -> tuple[StepCost, float]:

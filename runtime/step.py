@@ -8,7 +8,7 @@ request sit at consecutive slots behind its committed context (slot of row j = c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,3 +77,36 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class OverlappingExecutor(Executor, Protocol):
+    """An executor that takes a step before the results of earlier ones are there; they come in the order of the steps.
+
+    ``returns_early``: ``start`` comes back while other ranks still work on the step. False where the caller's own rank
+    runs all of it: then only drafting elsewhere goes on beside a step.
+    """
+
+    returns_early: bool
+
+    def start(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> None: ...
+
+    def finish(self) -> StepResult:
+        """The result of the oldest step that was started and not finished."""
+        ...
+
+
+class AtOnce:
+    """Any executor as one that overlaps nothing: a step is run where it starts."""
+
+    returns_early = False
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._results: list[StepResult] = []
+
+    def start(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> None:
+        self._results.append(self._executor.step(batch, want_logits=want_logits, want_features=want_features))
+
+    def finish(self) -> StepResult:
+        return self._results.pop(0)

@@ -55,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from flexspec.errors import CompileError
     from flexspec.kernels.cpu_build import ISA_FLAGS
     from flexspec.kernels.package import CompileOptions, compile_model
-    from flexspec.runtime.drafters.plan import DraftPlan
-    from flexspec.runtime.open_engine import default_draft
+    from flexspec.runtime.drafters.plan import DraftPlan, default_draft
     from flexspec.types import DType
 
     targets, isas = _split(args.target), _split(args.isa)

@@ -13,6 +13,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.compiler.model_record import PartRecord
+from flexspec.runtime.drafters.plan import DraftPlan
 from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree
@@ -67,3 +69,30 @@ class ModelDrafter(Drafter, Protocol):
     """
 
     worth: StepWorth | None
+
+    def use(self, plan: DraftPlan) -> None:
+        """The shape and sampling of the trees from now on. Raises CapacityError for what the SSM cannot run."""
+        ...
+
+
+@runtime_checkable
+class DistantDrafter(ModelDrafter, Protocol):
+    """A model drafter that is at work elsewhere between ``start`` and ``finish``; drafts come in the order asked for.
+
+    Its ``worth`` is asked before the whole draft, as if all levels were the first.
+    """
+
+    def start(self, requests: Sequence[DraftRequest]) -> None: ...
+
+    def finish(self) -> list[TokenTree]:
+        """The trees of the oldest draft that was started and not finished."""
+        ...
+
+
+@runtime_checkable
+class DraftsElsewhere(Protocol):
+    """An LLM's executor whose other ranks can draft too."""
+
+    def drafter(self, part: PartRecord, ranks: tuple[int, ...], own: ModelDrafter | None) -> DistantDrafter:
+        """The drafter of an SSM that lives on ``ranks``; ``own``: this process's, if it is one of them."""
+        ...

@@ -6,8 +6,8 @@ all call (a sum that forgets drafts is how servers overrun their caches).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import NoReturn
 
 from flexspec.errors import RequestError
@@ -121,6 +121,12 @@ class DraftPlan:
         return head
 
 
+def default_draft(ssms: int) -> str:
+    """The draft plan that compile stores when none is given: every source in one budgeted tree."""
+    names = ["suffix", "ngram", *("ssm" if i == 0 else f"ssm{i + 1}" for i in range(ssms))]
+    return f"budget:24/depth=8/sources={'+'.join(names)}"
+
+
 @dataclass(frozen=True, slots=True)
 class WorstCase:
     """Per request and round: drafted nodes (root not counted), tree depth, rows in each SSM behind its context."""
@@ -136,6 +142,51 @@ def worst_case(plan: DraftPlan) -> WorstCase:
         return WorstCase(0, 0, 0)
     nodes, depth = _tree_size(plan)
     return WorstCase(nodes, depth, plan.expansion.draft_rows if _count_ssms(plan) else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLadder:
+    """The draft plan of every batch size: (largest batch, plan) in ascending order; the last one has no end."""
+
+    rungs: tuple[tuple[int, DraftPlan], ...]
+
+    @classmethod
+    def of(cls, plan: DraftPlan) -> DraftLadder:
+        """One plan for all batches."""
+        return cls(((1, plan),))
+
+    def for_batch(self, requests: int) -> DraftPlan:
+        return next((plan for largest, plan in self.rungs if requests <= largest), self.rungs[-1][1])
+
+    @property
+    def plans(self) -> tuple[DraftPlan, ...]:
+        """Each plan once."""
+        return tuple(dict.fromkeys(plan for _, plan in self.rungs))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """All sources that some rung drafts with."""
+        return tuple(dict.fromkeys(source for plan in self.plans if plan.method != "off" for source in plan.sources))
+
+    @property
+    def drafts(self) -> bool:
+        """Whether any rung drafts."""
+        return any(plan.method != "off" for plan in self.plans)
+
+    @property
+    def worst(self) -> WorstCase:
+        """The most one request can take in a round, whichever rung is in use."""
+        return worst_of([worst_case(plan) for plan in self.plans])
+
+    def __str__(self) -> str:
+        if len(self.plans) == 1:
+            return str(self.plans[0])
+        last = len(self.rungs) - 1
+        return ", ".join(f"{'more' if i == last else largest}: {plan}" for i, (largest, plan) in enumerate(self.rungs))
+
+
+def worst_of(cases: Sequence[WorstCase]) -> WorstCase:
+    return WorstCase(*map(max, zip(*map(astuple, cases), strict=True)))
 
 
 def _count_ssms(plan: DraftPlan) -> int:

@@ -1,22 +1,23 @@
 """All drafters of a plan behind one: draft with each, merge, calibrate, and keep what the plan and the costs allow.
 
-Owns the order of these steps and nothing else. The engine drives it like any drafter and reports each verify through
-``record``.
+Owns the order of these steps and nothing else. The engine drives it like any drafter, in two halves where SSMs draft on
+other ranks, and reports each verify through ``record``.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.runtime.drafters.base import Drafter, DraftRequest, ModelDrafter
+from flexspec.runtime.drafters.base import DistantDrafter, Drafter, DraftRequest, ModelDrafter
 from flexspec.runtime.drafters.budget import StepCost, choose_budget
 from flexspec.runtime.drafters.calibrate import Calibration
 from flexspec.runtime.drafters.merge import best_chain, merge_trees, most_promising, path_survival, take_nodes
-from flexspec.runtime.drafters.plan import DraftPlan, worst_case
+from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan, WorstCase, worst_case
 from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.tree import TokenTree
 
@@ -25,8 +26,34 @@ _HEADROOM = 1.5  # asked over usual: a source that could give more shows it, and
 _SPARE_NODES = 2
 
 
+@dataclass(slots=True)
+class Draft:
+    """A draft under way: what was asked, what the sources of this process gave so far, and who else is at work."""
+
+    plan: DraftPlan
+    requests: list[DraftRequest]  # limited to the plan
+    merged: list[TokenTree] | None = None
+    elsewhere: list[DistantDrafter] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """The drafters of one plan: cheap ones, SSMs of this process, SSMs elsewhere."""
+
+    cheap: list[Drafter]
+    local: list[ModelDrafter]
+    distant: list[DistantDrafter]
+
+    @classmethod
+    def of(cls, drafters: Sequence[Drafter]) -> _Sources:
+        models = [drafter for drafter in drafters if isinstance(drafter, ModelDrafter)]
+        distant = [model for model in models if isinstance(model, DistantDrafter)]
+        cheap = [drafter for drafter in drafters if not isinstance(drafter, ModelDrafter)]
+        return cls(cheap, [model for model in models if model not in distant], distant)
+
+
 class PlannedDrafter:
-    """The plan's drafters, in the order of ``plan.sources`` (their names).
+    """The ladder's drafters, told by their names; each round uses the plan of its batch size, in the plan's order.
 
     ``step_cost`` is the LLM's measured cost by rows; without it method "budget" always takes ``max_nodes``.
     ``draft_cost`` is the measured cost of a round's drafting in the same unit; the engine may update it at any time.
@@ -38,25 +65,29 @@ class PlannedDrafter:
     name = "planned"
 
     def __init__(
-        self, plan: DraftPlan, drafters: Sequence[Drafter], step_cost: StepCost | None = None,
+        self, ladder: DraftLadder, drafters: Sequence[Drafter], step_cost: StepCost | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         by_name = {drafter.name: drafter for drafter in drafters}
-        sources = plan.sources if plan.method != "off" else ()
-        assert set(sources) <= set(by_name), f"the plan wants {sources}, there are {sorted(by_name)}"
-        self.plan = plan
+        assert set(ladder.sources) <= set(by_name), f"the plan wants {ladder.sources}, there are {sorted(by_name)}"
+        self.ladder = ladder
         self.calibration = Calibration()
         self.step_cost = step_cost
         self.draft_cost = 0.0
-        self.limits = worst_case(plan)
+        self.limits = ladder.worst
         self._usual_nodes = float(self.limits.max_nodes)  # verified nodes a request, smoothed
-        self._drafters = [by_name[source] for source in sources]
+        self._drafters = [by_name[source] for source in ladder.sources]
+        self._sources = {
+            plan: _Sources.of([by_name[source] for source in plan.sources])
+            for plan in ladder.plans if plan.method != "off"
+        }  # fmt: skip
         self.reads_features = any(drafter.reads_features for drafter in self._drafters)
         self._clock = clock
         self.models = [drafter for drafter in self._drafters if isinstance(drafter, ModelDrafter)]
-        self._others = [drafter for drafter in self._drafters if not isinstance(drafter, ModelDrafter)]
-        self._last_round: tuple[list[int], float] | None = None  # its requests, and when it began
-        self._tokens = 0  # committed since then
+        self._rounds: dict[
+            tuple[int, ...], tuple[float, int]
+        ] = {}  # requests -> start of their last round, tokens then
+        self._tokens = 0  # committed so far
 
     def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
         for drafter in self._drafters:
@@ -72,6 +103,7 @@ class PlannedDrafter:
             drafter.observe(request_id, committed, features_KE)
 
     def end(self, request_id: int) -> None:
+        self._forget([request_id])
         for drafter in self._drafters:
             drafter.end(request_id)
 
@@ -82,37 +114,69 @@ class PlannedDrafter:
             if model.worth is not None:
                 model.worth.accepted(tree, accepted_nodes)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        if not self._drafters or not requests:
+    def propose(self, requests: Sequence[DraftRequest], batch: int | None = None) -> list[TokenTree]:
+        return self.finish(self.start(requests, batch))
+
+    def start(self, requests: Sequence[DraftRequest], batch: int | None = None) -> Draft:
+        """Begin a draft: SSMs on other ranks set out, the cheap sources are done. ``batch``: requests in all."""
+        plan = self.ladder.for_batch(len(requests) if batch is None else batch)
+        if plan.method == "off" or not requests:
+            return Draft(plan, list(requests))
+        self._begin_round(plan, requests)
+        limits, sources = worst_case(plan), self._sources[plan]
+        draft = Draft(plan, [self._limit(limits, request) for request in requests])
+        draft.merged = self._merge([drafter.propose(draft.requests) for drafter in sources.cheap]) or None
+        draft.elsewhere = [model for model in sources.distant if self._pays(model, draft)]
+        for model in draft.elsewhere:
+            model.use(plan)
+            model.start(draft.requests)
+        return draft
+
+    def finish(self, draft: Draft) -> list[TokenTree]:
+        """The trees of a draft, one per request in order. Drafts end in the order in which they began."""
+        plan, requests = draft.plan, draft.requests
+        if plan.method == "off" or not requests:
             return [TokenTree.root_only(request.last_token) for request in requests]
-        self._begin_round(requests)
-        limited = [self._limit(request) for request in requests]
-        merged = self._merge([drafter.propose(limited) for drafter in self._others])
-        for model in self.models:
-            if not merged:
-                merged = model.propose(limited)
-            elif model.worth is None or model.worth.ask(0, sum(self._miss(tree) for tree in merged)):
-                merged = self._merge([merged, model.propose(limited)])
+        for model in self._sources[plan].local:
+            if self._pays(model, draft):
+                model.use(plan)
+                self._add(draft, model.propose(requests))
+        for distant in draft.elsewhere:
+            self._add(draft, distant.finish())
+        merged = draft.merged or [TokenTree.root_only(request.last_token) for request in requests]
         survival = [path_survival(tree, self.calibration.scores(tree)) for tree in merged]
-        kept = [self._keep(*item) for item in zip(limited, merged, survival, strict=True)]
-        if self.plan.method == "budget" and self.step_cost is not None:
+        kept = [self._keep(plan, *item) for item in zip(requests, merged, survival, strict=True)]
+        if plan.method == "budget" and self.step_cost is not None:
             chances = [[chance[i] for i in nodes] for chance, nodes in zip(survival, kept, strict=True)]
             budget = choose_budget(chances, self.step_cost, self.draft_cost)
             kept = [nodes[:count] for nodes, count in zip(kept, budget.nodes, strict=True)]
             self._usual_nodes += _SMOOTHING * (max(budget.nodes) - self._usual_nodes)
         return [take_nodes(tree, nodes) for tree, nodes in zip(merged, kept, strict=True)]
 
-    def _begin_round(self, requests: Sequence[DraftRequest]) -> None:
-        """Close the books of the round before. It is timed when this one has the same requests."""
-        if self.plan.method != "budget" or self.step_cost is None:
+    def _pays(self, model: ModelDrafter, draft: Draft) -> bool:
+        """Whether to run a model at all: always where there is nothing else, else where its first level pays."""
+        if draft.merged is None or model.worth is None:
+            return True
+        return model.worth.ask(0, sum(self._miss(tree) for tree in draft.merged))
+
+    def _add(self, draft: Draft, trees: Sequence[TokenTree]) -> None:
+        draft.merged = self._merge([draft.merged, trees]) if draft.merged else list(trees)
+
+    def _begin_round(self, plan: DraftPlan, requests: Sequence[DraftRequest]) -> None:
+        """Close the books of these requests' round before: what it took, and all tokens committed meanwhile."""
+        if plan.method != "budget" or self.step_cost is None:
             return
-        now, ids = self._clock(), [request.request_id for request in requests]
-        same = self._last_round is not None and self._last_round[0] == ids
-        seconds = now - self._last_round[1] if same and self._last_round is not None else None
+        now, ids = self._clock(), tuple(request.request_id for request in requests)
+        before, tokens = self._rounds.get(ids, (None, self._tokens))
+        self._forget(ids)
         for model in self.models:
-            model.worth = model.worth or StepWorth(model.name)
-            model.worth.begin_round(self._tokens, seconds)
-        self._last_round, self._tokens = (ids, now), 0
+            model.worth = model.worth or StepWorth(model.name, by_level=not isinstance(model, DistantDrafter))
+            model.worth.begin_round(self._tokens - tokens, None if before is None else now - before)
+        self._rounds[ids] = (now, self._tokens)
+
+    def _forget(self, ids: Sequence[int]) -> None:
+        """Rounds of any of these requests: they are over, or will be of others."""
+        self._rounds = {known: at for known, at in self._rounds.items() if not any(each in known for each in ids)}
 
     @staticmethod
     def _merge(drafts: Sequence[Sequence[TokenTree]]) -> list[TokenTree]:
@@ -126,18 +190,15 @@ class PlannedDrafter:
         ])  # fmt: skip
         return max(0.0, 1.0 - hit)
 
-    def _limit(self, request: DraftRequest) -> DraftRequest:
+    def _limit(self, limits: WorstCase, request: DraftRequest) -> DraftRequest:
         usual = int(_HEADROOM * self._usual_nodes) + _SPARE_NODES
-        nodes, depth = (
-            min(request.max_nodes, self.limits.max_nodes, usual),
-            min(request.max_depth, self.limits.max_depth),
-        )
+        nodes, depth = min(request.max_nodes, limits.max_nodes, usual), min(request.max_depth, limits.max_depth)
         return DraftRequest(request.request_id, request.last_token, nodes, depth, request.params)
 
-    def _keep(self, request: DraftRequest, tree: TokenTree, survival: Sequence[float]) -> list[int]:
+    def _keep(self, plan: DraftPlan, request: DraftRequest, tree: TokenTree, survival: Sequence[float]) -> list[int]:
         """Drafted nodes within the request's limits, best first."""
         if tree.laws:  # sized before it was drawn; cutting it now would depend on what was drawn
             return list(range(1, len(tree)))
-        if self.plan.method == "chain":
+        if plan.method == "chain":
             return best_chain(tree, survival, min(request.max_depth, request.max_nodes))
         return most_promising(tree, survival, request.max_nodes, request.max_depth)

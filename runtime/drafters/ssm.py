@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from flexspec.errors import CapacityError
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.expand import Expansion, Growth
+from flexspec.runtime.drafters.plan import DraftPlan
 from flexspec.runtime.drafters.ssm_context import Context, Job
 from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.runtime.noise import DraftNoise, draft_child
@@ -49,11 +50,6 @@ class SsmDrafter:
         sampled: str = "deterministic",
         name: str = "ssm",
     ) -> None:
-        if expansion.draft_rows > executor.max_rows:
-            raise CapacityError(
-                f"an expansion with {expansion.draft_rows} draft rows", f"at most {executor.max_rows} rows a step",
-                "choose a smaller tree, or compile the SSM with more rows",
-            )  # fmt: skip
         outputs = vocab_size if keep_ids is None else len(keep_ids)
         if outputs != executor.vocab_size:
             raise CapacityError(
@@ -64,10 +60,10 @@ class SsmDrafter:
         self.reads_features = reads_features
         self.counts: Counter[str] = Counter()  # steps, rows, and requests skipped by reason
         self._executor = executor
-        self._expansion = expansion
         self._vocab_size = vocab_size
         self._keep_ids = np.arange(vocab_size) if keep_ids is None else np.asarray(keep_ids, np.int64)
-        self._mixed = sampled == "mixed"
+        self._plan: DraftPlan | None = None
+        self._shape(expansion, sampled)
         self._pool = PageAllocator(executor.pages)
         self._contexts: dict[int, Context] = {}
         self.worth: StepWorth | None = None  # None: every level of the expansion runs
@@ -75,6 +71,20 @@ class SsmDrafter:
     @property
     def free_pages(self) -> int:
         return self._pool.free_pages
+
+    def use(self, plan: DraftPlan) -> None:
+        """Raises CapacityError for trees with more rows than a step of the SSM."""
+        if plan is not self._plan:
+            self._shape(plan.expansion, plan.sampled)
+            self._plan = plan
+
+    def _shape(self, expansion: Expansion, sampled: str) -> None:
+        if expansion.draft_rows > self._executor.max_rows:
+            raise CapacityError(
+                f"an expansion with {expansion.draft_rows} draft rows",
+                f"at most {self._executor.max_rows} rows a step", "choose a smaller tree",
+            )  # fmt: skip
+        self._expansion, self._mixed = expansion, sampled == "mixed"
 
     def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
         self.end(request_id)

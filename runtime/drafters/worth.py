@@ -31,10 +31,13 @@ class _Level:
 
 
 class StepWorth:
-    """One SSM's. Feed it each round: ``begin_round``, ``ask`` and ``ran`` per level, ``accepted`` per verified tree."""
+    """One SSM's. Feed it each round: ``begin_round``, ``ask`` and ``ran`` per level, ``accepted`` per verified tree.
 
-    def __init__(self, source: str) -> None:
-        self._source = source
+    ``by_level`` False: all levels are asked for and paid as one, the first.
+    """
+
+    def __init__(self, source: str, *, by_level: bool = True) -> None:
+        self._source, self._by_level = source, by_level
         self._levels: list[_Level] = []
         self._token_s = 0.0  # 0 = unknown
 
@@ -44,7 +47,7 @@ class StepWorth:
             if level.chance_now > 0.0:
                 level.chance = _DECAY * level.chance + level.chance_now
                 level.tokens = _DECAY * level.tokens + level.tokens_now
-            level.chance_now = level.tokens_now = 0.0
+                level.chance_now = level.tokens_now = 0.0
         if seconds is not None and tokens > 0:
             found = seconds / tokens
             self._token_s += (_SMOOTHING if self._token_s else 1.0) * (found - self._token_s)
@@ -69,7 +72,7 @@ class StepWorth:
         """Credit each level with the accepted nodes that no other source had proposed."""
         for node in nodes:
             if tree.sources[node] == self._source:
-                self._level(_depth(tree, node) - 1).tokens_now += 1.0
+                self._level(_depth(tree, node) - 1 if self._by_level else 0).tokens_now += 1.0
 
     def gain(self, level: int, chance: float) -> float:
         """Tokens to be expected of a step of ``level``."""

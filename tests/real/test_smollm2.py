@@ -26,7 +26,7 @@ from flexspec.models.registry import build_model, expected_weights
 from flexspec.runtime.cpu_executor import CpuExecutor
 from flexspec.runtime.drafters.base import Drafter, DraftRequest
 from flexspec.runtime.drafters.budget import StepCost
-from flexspec.runtime.drafters.plan import DraftPlan
+from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
 from flexspec.runtime.engine import Engine
@@ -236,7 +236,7 @@ def off(served: Served) -> list[Answer]:
 def with_drafts(served: Served, plan: DraftPlan, drafters: Sequence[Drafter]) -> Served:
     """The same executor and KV pool under an engine that speculates; a fixed step cost, so that budgets repeat."""
     cost = StepCost.from_points([(1, 1.0), (16, 1.2), (64, 2.0)])
-    planned = PlannedDrafter(plan, drafters, cost)
+    planned = PlannedDrafter(DraftLadder.of(plan), drafters, cost)
     limits = Limits(served.context_tokens - planned.limits.max_nodes)
     tokenizer = served.tokenizer
     engine = Engine(served.executors[0], planned, lambda: Detokenizer(tokenizer), tokenizer.eos_ids, limits)

@@ -12,7 +12,7 @@ from flexspec.compiler.ngram_table import build_table
 from flexspec.runtime.api import Delta
 from flexspec.runtime.drafters.base import Drafter
 from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
-from flexspec.runtime.drafters.plan import DraftPlan
+from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
@@ -108,7 +108,7 @@ def make_engine(
         )
         for name, executor in (ssms or {}).items()
     ]  # fmt: skip
-    planned = PlannedDrafter(plan, [*drafters, *made])
+    planned = PlannedDrafter(DraftLadder.of(plan), [*drafters, *made])
     limits = Limits(context_tokens, max_running)
     return Made(Engine(llm, planned, Letters, eos_ids, limits, observer), made)
 

@@ -15,7 +15,7 @@ from flexspec.runtime.accept import accept_greedy
 from flexspec.runtime.drafters.base import Drafter, DraftRequest
 from flexspec.runtime.drafters.budget import StepCost
 from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
-from flexspec.runtime.drafters.plan import DraftPlan, worst_case
+from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
@@ -69,7 +69,7 @@ def planned(
         SsmDrafter(TableSsm(VOCAB), plan.expansion, VOCAB, sampled=plan.sampled),
         SsmDrafter(OtherSsm(VOCAB), plan.expansion, VOCAB, name="ssm2"),
     ]
-    return PlannedDrafter(plan, drafters, step_cost, clock)
+    return PlannedDrafter(DraftLadder.of(plan), drafters, step_cost, clock)
 
 
 def serve(drafter: PlannedDrafter, prompts: dict[int, list[int]], tokens: int) -> tuple[dict[int, list[int]], int]:
@@ -80,7 +80,7 @@ def serve(drafter: PlannedDrafter, prompts: dict[int, list[int]], tokens: int) -
         texts[request].append(llm_next(prompt))
         drafter.observe(request, texts[request][-1:], None)
     rounds = 0
-    limits = worst_case(drafter.plan)
+    limits = drafter.limits
     while min(len(texts[r]) - len(prompts[r]) for r in texts) < tokens:
         rounds += 1
         ask = [DraftRequest(r, text[-1], 64, 64, SamplingParams()) for r, text in texts.items()]

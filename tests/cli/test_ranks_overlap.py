@@ -1,0 +1,109 @@
+"""Real ranks whose work overlaps: SSMs wherever a plan can put them, several micro-batches, the texts of one rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from artifacts import VOCAB
+from commands import serving
+from tiny_models import random_weights, write_gguf, write_huggingface
+
+from flexspec.compiler.plan import Plan, Stage
+from flexspec.kernels.cpu_build import supported_isas
+from flexspec.kernels.package import CompileOptions, compile_model
+from flexspec.runtime.open_engine import ServeOptions, open_engine
+from flexspec.sampling import SamplingParams
+from flexspec.types import DType
+
+LADDER = ((2, "tree:1,2,1/sources=ssm"), (1 << 30, "chain:3/sources=ssm+suffix"))
+ONE, TP2, PP2 = (Stage(0, 2, (0,)),), (Stage(0, 2, (0, 1)),), (Stage(0, 1, (0,)), Stage(1, 2, (1,)))
+PLANS = {
+    "own": Plan(ONE, ((1,),), LADDER, "hand", micro_batches=(1, 2), ssm_place="own"),
+    "first": Plan(PP2, ((0,),), LADDER, "hand", micro_batches=(2, 3), ssm_place="first"),
+    "last": Plan(PP2, ((1,),), LADDER, "hand", micro_batches=(1, 2), ssm_place="last"),
+    "all": Plan(TP2, ((0, 1),), LADDER, "hand", micro_batches=(1, 2), ssm_place="all"),
+    "pipeline": Plan(PP2, ((2,),), LADDER, "hand", micro_batches=(1, 4), ssm_place="own"),
+}
+OPTIONS = ("--threads", "1", "--kv-tokens", "4096", "--no-checks")
+PROMPTS = ["hello 12 hello", "the world 12 12", "é 🎉 hello", "x", "12", "world world"]
+TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One LLM, an SSM that is the same model (its drafts are accepted), and an artifact for each plan."""
+    made = tmp_path_factory.mktemp("overlap")
+    llm = write_gguf(made / "tiny.gguf", random_weights(VOCAB))
+    ssm = write_huggingface(made / "ssm", random_weights(VOCAB))
+    options = CompileOptions(DType.F32, isas=supported_isas()[:1], draft=LADDER[0][1])
+    for name, plan in PLANS.items():
+        compile_model(llm, [ssm], made / f"{name}.fspec", replace(options, plan=plan), argv=["flexspec", "compile"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> list[str]:
+    """What one rank answers without speculation."""
+    served = open_engine(folder / "own.fspec", ServeOptions(draft="off", threads=1, kv_tokens=4096, measure=False))
+    texts = []
+    for prompt in PROMPTS:
+        parts: list[str] = []
+        ids = served.tokenizer.encode(prompt, add_special=True)
+        params = SamplingParams(max_tokens=TOKENS)
+        served.engine.submit(ids, params, lambda delta, parts=parts: parts.append(delta.text))  # type: ignore[misc]
+        while served.engine.step():
+            pass
+        texts.append("".join(parts))
+    served.close()
+    return texts
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_any_place_of_the_ssm_and_any_micro_batches(folder: Path, told: list[str], name: str) -> None:
+    plan = PLANS[name]
+    ranks = 1 + max(rank for held in (*(stage.ranks for stage in plan.stages), *plan.ssm_ranks) for rank in held)
+    with serving(folder / f"{name}.fspec", "--ranks", str(ranks), *OPTIONS) as server:
+        with httpx.Client(base_url=server.url, timeout=120.0) as http:
+
+            def ask(prompts: list[str]) -> list[str]:
+                body = {"model": name, "prompt": prompts, "max_tokens": TOKENS, "temperature": 0}
+                answer = http.post("/v1/completions", json=body).json()
+                assert answer["usage"]["flexspec"]["accepted"] > 0
+                return [choice["text"] for choice in answer["choices"]]
+
+            assert ask(PROMPTS) == told
+            with ThreadPoolExecutor() as pool:  # come and go one by one, so that batches and rungs change
+                assert [text for (text,) in pool.map(ask, [[prompt] for prompt in PROMPTS])] == told
+        assert server.stop(signal.SIGTERM) == 0
+
+
+def test_a_rank_that_only_drafts_can_die_too(folder: Path) -> None:
+    with serving(folder / "own.fspec", "--ranks", "2", *OPTIONS) as server:
+        victim = next(
+            int(child)
+            for child in Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+            if b"RANK=1" in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        )
+        body = {"model": "own", "prompt": "hello", "max_tokens": 3000, "temperature": 0, "stream": True}
+        text = ""
+        try:
+            with httpx.stream(
+                "POST", f"{server.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=120.0
+            ) as answer:
+                assert answer.status_code == 200
+                lines = answer.iter_lines()
+                text += next(lines)
+                os.kill(victim, signal.SIGKILL)
+                began = time.monotonic()
+                text += "".join(lines)
+        except httpx.TransportError:
+            text += " error: cut"
+        assert "error" in text and time.monotonic() - began < 5.0
+        assert server.process.wait(120) != 0
