@@ -1,26 +1,23 @@
 """Acceptance profiles: how many tokens a round commits with each draft plan, measured, from JSON files.
 
 A profile is data from a run, or transcribed from a publication that is named in it; no number of it is in the code.
-``benchmarks/acceptance_profile.py`` writes one. Files that ship lie in compiler/acceptance/.
+``flexspec bench --acceptance`` writes one. Files that ship lie in compiler/acceptance/.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from flexspec.compiler.frontends.files import read_json_object
+from flexspec.compiler.checked_table import Table, read_table
 from flexspec.compiler.shipped import find_file, shipped_names
 from flexspec.errors import ProfileError
 
 FORMAT = "flexspec acceptance 1"
 PROFILES = Path(__file__).parent / "acceptance"
 MAX_NODES = 512
-_KEYS = {"format", "llm", "ssms", "origin", "date", "prompts", "sampling", "entries"}
-_ENTRY_KEYS = {"draft", "levels", "committed_tokens", "ssm_rows", "rounds"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +25,14 @@ class DraftEntry:
     """One draft plan: mean nodes at each depth below the root, and mean tokens that a round commits.
 
     ``ssm_rows``: rows that a request gives to each SSM step; the first feeds what the last round committed.
+    ``most_nodes``: of a round's tree, for memory (0: every level's mean, rounded up).
     """
 
     draft: str
     levels: tuple[float, ...]
     committed_tokens: float
     ssm_rows: tuple[float, ...]
+    most_nodes: int = 0
 
     @property
     def nodes(self) -> float:
@@ -42,6 +41,11 @@ class DraftEntry:
     def rows(self, requests: int) -> int:
         """Rows of the verify step: every node and the root of each request."""
         return math.ceil(requests * (1 + self.nodes) - 1e-9)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a request's largest tree, the root among them."""
+        return 1 + max(self.most_nodes, sum(math.ceil(level - 1e-9) for level in self.levels))
 
 
 OFF = DraftEntry("off", (), 1.0, ())
@@ -74,7 +78,7 @@ def open_acceptance(name_or_path: str) -> AcceptanceProfile:
     if path is None:
         expected = f"a .json file or one of {', '.join(shipped_profiles())}"
         raise ProfileError(f"acceptance profile {name_or_path!r}", expected, "check the name")
-    return read_acceptance(read_json_object(path, "an acceptance profile"), path.stem)
+    return read_acceptance(read_table(path, "an acceptance profile as JSON", wrong), path.stem)
 
 
 def find_acceptance(ssms: Sequence[str]) -> AcceptanceProfile:
@@ -86,59 +90,47 @@ def find_acceptance(ssms: Sequence[str]) -> AcceptanceProfile:
     raise ProfileError(
         f"no acceptance profile for {' + '.join(ssms)}",
         f"one that was measured with them (shipped: {', '.join(shipped_profiles())})",
-        "pass --acceptance FILE; benchmarks/acceptance_profile.py measures one",
+        "pass --acceptance FILE; flexspec bench ARTIFACT --acceptance measures one",
     )
 
 
-def read_acceptance(body: Mapping[str, Any], name: str) -> AcceptanceProfile:
+def read_acceptance(table: Table, name: str) -> AcceptanceProfile:
     """Check and take over a profile. Raises ProfileError naming what is wrong."""
-    if body.get("format") != FORMAT:
-        raise _bad(name, f"format {body.get('format')!r}", repr(FORMAT))
-    odd = sorted(set(body) ^ _KEYS)
-    if odd:
-        raise _bad(name, f"keys missing or unknown: {', '.join(odd)}", f"the keys {', '.join(sorted(_KEYS))}")
-    texts = {key: body[key] for key in ("llm", "origin", "date", "prompts", "sampling")}
-    for key, value in texts.items():
-        if not isinstance(value, str) or not value.strip():
-            raise _bad(name, f"{key} = {value!r}", "a text")
-    ssms, entries = body["ssms"], body["entries"]
-    if not isinstance(ssms, list) or not all(isinstance(item, str) for item in ssms):
-        raise _bad(name, f"ssms = {ssms!r}", "a list of names")
-    if not isinstance(entries, list) or not entries:
-        raise _bad(name, f"entries = {entries!r}", "a list of one or more draft plans")
-    read = tuple(_entry(name, item) for item in entries)
-    if len({entry.draft for entry in read}) < len(read):
-        raise _bad(name, "a draft plan twice", "each draft plan once")
-    return AcceptanceProfile(name, ssms=tuple(ssms), entries=read, **texts)
+    written = table.text("format")
+    if written != FORMAT:
+        raise table.error("format", f"{written!r}", repr(FORMAT))
+    texts = {key: table.text(key) for key in ("llm", "origin", "date", "prompts", "sampling")}
+    entries = tuple(_entry(part) for part in table.array("entries"))
+    profile = AcceptanceProfile(name, ssms=table.texts("ssms"), entries=entries, **texts)
+    table.done()
+    if len({entry.draft for entry in entries}) < len(entries):
+        raise table.error("entries", "a draft plan twice", "each draft plan once")
+    return profile
 
 
-def _entry(name: str, item: Any) -> DraftEntry:
-    if not isinstance(item, dict) or not {"draft", "levels", "committed_tokens"} <= set(item) <= _ENTRY_KEYS:
-        raise _bad(name, f"entry {item!r}", "draft, levels and committed_tokens, perhaps ssm_rows and rounds")
-    draft, committed = item["draft"], item["committed_tokens"]
-    if not isinstance(draft, str) or not draft or draft == "off":
-        raise _bad(name, f"draft {draft!r}", "a draft plan other than off")
-    levels = _numbers(name, draft, "levels", item["levels"])
+def _entry(part: Table) -> DraftEntry:
+    draft, levels = part.text("draft"), part.numbers("levels")
+    if draft == "off":
+        raise part.error("draft", "'off'", "a draft plan other than off, which is one token a round")
     if not levels or sum(levels) > MAX_NODES:
-        raise _bad(name, f"{draft}: {sum(levels):g} nodes", f"above 0 and at most {MAX_NODES}")
-    most = 1 + sum(min(1.0, level) for level in levels)
-    if not _is_number(committed) or not 1.0 <= committed <= most + 1e-9:
-        raise _bad(name, f"{draft}: committed_tokens {committed!r}", f"1 to {most:g}: one, and one a level at most")
-    default = (float(math.ceil(committed)), *levels[:-1])
-    given = "ssm_rows" in item
-    rows = _numbers(name, draft, "ssm_rows", item["ssm_rows"]) if given else default
-    return DraftEntry(draft, levels, float(committed), rows)
+        raise part.error("levels", f"{sum(levels):g} nodes", f"above 0 and at most {MAX_NODES}")
+    committed, most = part.number("committed_tokens"), 1 + sum(min(1.0, level) for level in levels)
+    if not 1.0 <= committed <= most + 1e-9:
+        expected = f"1 to {most:g}: one, and one a level at most"
+        raise part.error("committed_tokens", f"{committed:g} ({draft})", expected)
+    rows = (float(math.ceil(committed)), *levels[:-1])
+    if part.has("ssm_rows"):
+        rows = part.numbers("ssm_rows")
+        if max(rows, default=0.0) > MAX_NODES:
+            raise part.error("ssm_rows", f"{max(rows):g}", f"at most {MAX_NODES} rows a step")
+    most_nodes = sum(math.ceil(level - 1e-9) for level in levels)
+    if part.has("most_nodes"):
+        most_nodes = part.count("most_nodes", MAX_NODES, most_nodes)
+    if part.has("rounds"):
+        part.count("rounds", 1 << 62)
+    part.done()
+    return DraftEntry(draft, levels, committed, rows, most_nodes)
 
 
-def _numbers(name: str, draft: str, key: str, value: Any) -> tuple[float, ...]:
-    if not isinstance(value, list) or not all(_is_number(item) and item > 0 for item in value):
-        raise _bad(name, f"{draft}: {key} {value!r}", "a list of numbers above 0")
-    return tuple(float(item) for item in value)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _bad(name: str, found: str, expected: str) -> ProfileError:
-    return ProfileError(f"acceptance profile {name}: {found}", expected, "correct the file, or measure it again")
+def wrong(found: str, expected: str) -> ProfileError:
+    return ProfileError(f"acceptance profile {found}", expected, "correct the file, or measure it again")

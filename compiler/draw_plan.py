@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from flexspec.compiler.plan_choice import place_devices, plan_bytes
+from flexspec.compiler.plan_choice import Layout, plan_bytes
 from flexspec.compiler.plan_page import timeline
 from flexspec.compiler.problem import PLACE_WORDS, Problem
 from flexspec.compiler.search import Candidate
@@ -14,15 +14,15 @@ _IDLE, _OTHER = "#dddddd", "#bbbbbb"
 _BOX, _GAP, _LEFT, _WIDTH = 84, 8, 20, 900
 
 
-def plan_svg(problem: Problem, plan: Candidate) -> str:
-    """The picture, a whole SVG document."""
+def plan_svg(problem: Problem, plan: Candidate, layout: Layout) -> str:
+    """The picture, a whole SVG document. ``layout``: who has which devices."""
     y = 30
     title = f"{problem.llm.name} on {problem.machine.name}: {plan.per_token_us / 1e3:.2f} ms a token, "
     title += f"{plan.tokens_per_s:.1f} tokens/s"
     parts = [_text(_LEFT, y, title, 16)]
     y += 20
     parts.append(_text(_LEFT, y, f"SSM: {PLACE_WORDS[plan.place.name]}; {plan.entry.draft}", 12))
-    devices, y = _devices(problem, plan, y + 16)
+    devices, y = _devices(problem, plan, layout, y + 16)
     rows, y = _timeline(problem, plan, y + 30)
     body = "\n".join([*parts, *devices, *rows])
     return (
@@ -31,9 +31,8 @@ def plan_svg(problem: Problem, plan: Candidate) -> str:
     )
 
 
-def _devices(problem: Problem, plan: Candidate, y: int) -> tuple[list[str], int]:
+def _devices(problem: Problem, plan: Candidate, layout: Layout, y: int) -> tuple[list[str], int]:
     """Boxes of all devices, a row a node; memory fills each box from below."""
-    layout = place_devices(problem, plan.place, plan.cuts)
     stage_of = {device: i for i, stage in enumerate(layout.stages) for device in stage}
     drafts = {device for ssm in layout.ssms for device in ssm}
     held = plan_bytes(problem, plan.place, plan.cuts)

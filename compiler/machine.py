@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flexspec.compiler.machine_reader import Table, read_machine_toml
+from flexspec.compiler.checked_table import Table, read_table
 from flexspec.compiler.shipped import find_file, shipped_names
 from flexspec.errors import MachineError
 from flexspec.types import DType
@@ -98,6 +98,10 @@ class Machine:
         """The kind of every node, in the order in which devices are numbered."""
         return tuple(kind for kind in self.kinds for _ in range(kind.count))
 
+    def node_kind(self, node: int) -> int:
+        """The number of the kind of node ``node``."""
+        return next(i for i, kind in enumerate(self.kinds) if node < sum(k.count for k in self.kinds[: i + 1]))
+
     def device_node(self, index: int) -> int:
         """The node of device ``index``; devices are numbered node by node."""
         first = 0
@@ -151,7 +155,11 @@ def open_machine(name_or_path: str) -> Machine:
         raise MachineError(
             f"machine {name_or_path!r}", f"a .toml file or one of {', '.join(shipped_machines())}", "check the name"
         )
-    return read_machine(read_machine_toml(path))
+    return read_machine(read_table(path, "a machine file", _wrong))
+
+
+def _wrong(found: str, expected: str) -> MachineError:
+    return MachineError(found, expected, "correct the machine file")
 
 
 def read_machine(table: Table) -> Machine:
@@ -205,11 +213,18 @@ def _link(name: str, part: Table) -> Link:
 def _measured(part: Table) -> dict[str, Points]:
     if not part.has("measured"):
         return {}
-    return {name: rows.points("points") for name, rows in part.tables("measured").items()}
+    return {name: _points(rows) for name, rows in part.tables("measured").items()}
+
+
+def _points(part: Table) -> Points:
+    points = part.points("points")
+    part.text("origin")
+    part.done()
+    return points
 
 
 def _constant(part: Table, key: str) -> Constant:
-    entry = part.table(key)
+    entry = part.table(key, "a table such as {value = 1.0, correction = 1.0, origin = '...'}")
     value = entry.number("value", zero=key in _MAY_BE_ZERO)
     constant = Constant(value, entry.number("correction"), entry.text("origin"))
     entry.done()

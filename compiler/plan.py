@@ -6,12 +6,15 @@ searches nor runs. What a search adds (devices, prediction, certificate) is opti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flexspec.compiler.checked_table import Fail, Table, show
 from flexspec.errors import ArtifactError
 
+OPEN_BATCH = 1 << 30  # a ladder's last batch where no larger one is planned for
+MAX_BLOCKS = 65_536
+MAX_RANKS = 4096
 MOST_MICRO_BATCHES = 16
 
 
@@ -69,38 +72,125 @@ class Plan:
 
 
 _REQUIRED = ("stages", "ssm_ranks", "ladder", "origin")
-_OPTIONAL = ("devices", "micro_batches", "ssm_place", "machine", "predicted", "certificate")
 
 
 def single_rank(blocks: int, ssms: int, draft: str) -> Plan:
     """Everything on rank 0."""
-    return Plan((Stage(0, blocks, (0,)),), ((0,),) * ssms, ((1 << 30, draft),), "default")
+    return Plan((Stage(0, blocks, (0,)),), ((0,),) * ssms, ((OPEN_BATCH, draft),), "default")
 
 
-def plan_from_json(body: Mapping[str, Any]) -> Plan:
-    """Raises ArtifactError when a field is missing or of the wrong kind."""
-    try:
-        plan = Plan(
-            tuple(Stage(int(s["first_block"]), int(s["end_block"]), tuple(s["ranks"])) for s in body["stages"]),
-            tuple(tuple(ranks) for ranks in body["ssm_ranks"]),
-            tuple((int(batch), str(draft)) for batch, draft in body["ladder"]),
-            str(body["origin"]),
-            tuple(int(device) for device in body.get("devices", ())),
-            tuple(int(count) for count in body.get("micro_batches", ())),
-            str(body.get("ssm_place", "")),
-            str(body.get("machine", "")),
-            tuple((str(name), float(value)) for name, value in sorted(body.get("predicted", {}).items())),
-            tuple(sorted(body.get("certificate", {}).items())),
+def damaged(found: str, expected: str) -> ArtifactError:
+    """The error of an artifact's plan.json."""
+    return ArtifactError(found, expected, "compile the model again")
+
+
+def plan_from_json(body: object, source: str = "plan.json", fail: Fail = damaged) -> Plan:
+    """The plan of a JSON object. Raises ``fail``'s error, naming file, key and value, for what cannot be a plan."""
+    if not isinstance(body, dict):
+        raise fail(f"{source}: a {type(body).__name__}", "a plan, an object")
+    table = Table(body, source, fail)
+    stages = _stages(table)
+    ssm_ranks = _ssm_ranks(table)
+    devices = table.counts("devices", MAX_RANKS) if table.has("devices") else ()
+    used = {rank for part in (*(stage.ranks for stage in stages), *ssm_ranks) for rank in part}
+    if sorted(used) != list(range(len(used))):
+        raise table.error("stages", f"ranks {sorted(used)}", f"{len(used)} ranks, from 0 to {len(used) - 1}")
+    if devices and (len(devices) != len(used) or len(set(devices)) < len(devices)):
+        raise table.error("devices", show(list(devices)), f"a device of its own for each of {len(used)} ranks")
+    ladder = _ladder(table)
+    plan = Plan(
+        stages,
+        ssm_ranks,
+        ladder,
+        table.text("origin"),
+        devices,
+        _micro_batches(table, ladder),
+        _place(table, stages, ssm_ranks),
+        table.text("machine") if table.has("machine") else "",
+        tuple(sorted(_figures(table).items())),
+        tuple(sorted(table.scalars("certificate").items())) if table.has("certificate") else (),
+    )
+    table.done()
+    return plan
+
+
+def _stages(table: Table) -> tuple[Stage, ...]:
+    """Stages in order, without gaps; a rank is in one of them."""
+    stages: list[Stage] = []
+    taken: set[int] = set()
+    for part in table.array("stages"):
+        first = part.count("first_block", MAX_BLOCKS, 0)
+        end = part.count("end_block", MAX_BLOCKS)
+        ranks = part.counts("ranks", MAX_RANKS)
+        part.done()
+        before = stages[-1].end_block if stages else 0
+        if first != before:
+            raise part.error("first_block", f"{first}", f"{before}, where the stage before ends" if stages else "0")
+        if end <= first:
+            raise part.error("end_block", f"{end}", f"more than first_block, {first}")
+        if not ranks or taken & set(ranks) or len(set(ranks)) < len(ranks):
+            raise part.error("ranks", show(list(ranks)), "a rank or more, each in one stage and once")
+        taken |= set(ranks)
+        stages.append(Stage(first, end, ranks))
+    return tuple(stages)
+
+
+def _ssm_ranks(table: Table) -> tuple[tuple[int, ...], ...]:
+    expected = "a list of the ranks that run it for each SSM"
+    rows = table.rows("ssm_ranks", expected)
+    for ranks in rows:
+        sound = all(type(rank) is int and 0 <= rank <= MAX_RANKS for rank in ranks)
+        if not ranks or not sound or len(set(ranks)) < len(ranks):
+            raise table.error("ssm_ranks", show(ranks), expected)
+    return tuple(tuple(ranks) for ranks in rows)
+
+
+def _ladder(table: Table) -> tuple[tuple[int, str], ...]:
+    expected = "pairs [largest batch, draft plan], batches rising"
+    rows = table.rows("ladder", expected)
+    before = 0
+    for row in rows:
+        sound = len(row) == 2 and type(row[0]) is int and isinstance(row[1], str) and row[1].strip()
+        if not sound or not before < row[0] <= OPEN_BATCH:
+            raise table.error("ladder", show(row) + (f" after {before}" if before else ""), expected)
+        before = row[0]
+    if not rows:
+        raise table.error("ladder", "[]", f"one or more {expected}")
+    return tuple((batch, draft) for batch, draft in rows)
+
+
+def _micro_batches(table: Table, ladder: tuple[tuple[int, str], ...]) -> tuple[int, ...]:
+    if not table.has("micro_batches"):
+        return ()
+    counts = table.counts("micro_batches", MOST_MICRO_BATCHES, 1)
+    if len(counts) != len(ladder) or any(n > batch for n, (batch, _) in zip(counts, ladder, strict=True)):
+        expected = f"for each of the ladder's {len(ladder)} batches a number that is not larger than the batch"
+        raise table.error("micro_batches", show(list(counts)), expected)
+    return counts
+
+
+def _place(table: Table, stages: tuple[Stage, ...], ssm_ranks: tuple[tuple[int, ...], ...]) -> str:
+    """``ssm_place``, if it agrees with the SSMs' ranks."""
+    if not table.has("ssm_place"):
+        return ""
+    held = {rank for stage in stages for rank in stage.ranks}
+    agrees = {
+        "none": not ssm_ranks,
+        "own": all(not held & set(ranks) for ranks in ssm_ranks),
+        "first": all(set(ranks) <= set(stages[0].ranks) for ranks in ssm_ranks),
+        "last": all(set(ranks) <= set(stages[-1].ranks) for ranks in ssm_ranks),
+        "all": all(held <= set(ranks) for ranks in ssm_ranks),
+    }
+    name = table.text("ssm_place")
+    if not table.choice("ssm_place", agrees) or (name != "none" and not ssm_ranks):
+        raise table.error(
+            "ssm_place", f"{name!r} with ssm_ranks {show(list(ssm_ranks))}", "a place that they agree with"
         )
-        unknown = sorted(set(body) - {*_REQUIRED, *_OPTIONAL})
-        if unknown:
-            raise ValueError(f"unknown fields {', '.join(unknown)}")
-        if not plan.stages or not plan.ladder:
-            raise ValueError("no stages, or no ladder")
-        return plan
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ArtifactError(
-            f"plan.json does not hold a plan ({error})",
-            "stages, ssm_ranks, ladder and origin",
-            "compile the model again",
-        ) from None
+    return name
+
+
+def _figures(table: Table) -> dict[str, float]:
+    if not table.has("predicted"):
+        return {}
+    part = table.table("predicted")
+    return {name: part.number(name, zero=True) for name in part.names()}

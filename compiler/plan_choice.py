@@ -67,7 +67,7 @@ def place_devices(problem: Problem, place: SsmPlace, cuts: Sequence[Cut]) -> Lay
         for cut in run:
             stages.append(tuple(node[: cut.degree]))
             node = node[cut.degree :]
-    return Layout(tuple(stages), _ssm_devices(problem, place, stages))
+    return Layout(tuple(stages), ssm_devices(problem, place, stages))
 
 
 def _runs(cuts: Sequence[Cut]) -> list[list[Cut]]:
@@ -93,7 +93,8 @@ def _free_nodes(problem: Problem, place: SsmPlace) -> dict[int, list[list[int]]]
     return free
 
 
-def _ssm_devices(problem: Problem, place: SsmPlace, stages: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+def ssm_devices(problem: Problem, place: SsmPlace, stages: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Devices of each SSM when stages have theirs."""
     count = len(problem.ssms) if place.name != "none" else 0
     if place.name == "own":
         end = sum(kind.devices * kind.count for kind in problem.machine.kinds[: place.kind + 1])
@@ -137,18 +138,27 @@ def make_plan(
     )
 
 
-def best_choice(problem: Problem, place: SsmPlace, cuts: tuple[Cut, ...]) -> Candidate | None:
-    """The best draft plan, batch and micro-batches for given stages; None if none meets the limit."""
+def best_choice(
+    problem: Problem,
+    place: SsmPlace,
+    cuts: tuple[Cut, ...],
+    entries: Sequence[DraftEntry] = (),
+    batch: int | None = None,
+    micro_batches: int | None = None,
+) -> Candidate | None:
+    """The best way to run given stages, as far as it is not given too; None if none meets the limit."""
     batches = (problem.requests,) if problem.objective == "latency" else problem.batches
     free_bytes = least_free_bytes(problem, place, cuts)
     best: Candidate | None = None
-    for entry in problem.entries_at(place):
-        for batch in batches:
-            for count in micro_batch_counts(batch):
-                period = round_cost(Prices(problem, place, entry, -(-batch // count)), cuts).period_us(count)
-                value = value_us(problem, entry, batch, period)
+    for entry in entries or problem.entries_at(place):
+        for size in (batch,) if batch else batches:
+            for count in (micro_batches,) if micro_batches else micro_batch_counts(size):
+                if count > size:
+                    continue
+                period = round_cost(Prices(problem, place, entry, -(-size // count)), cuts).period_us(count)
+                value = value_us(problem, entry, size, period)
                 if not math.isinf(value) and (best is None or value < best.value_us):
-                    best = Candidate(value, period, place, entry, batch, count, cuts, free_bytes)
+                    best = Candidate(value, period, place, entry, size, count, cuts, free_bytes)
     return best
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from flexspec.compiler.acceptance_profile import AcceptanceProfile
 from flexspec.compiler.explain import Explanation, describe
-from flexspec.compiler.plan_choice import place_devices, plan_bytes
+from flexspec.compiler.plan_choice import Layout, place_devices, plan_bytes
 from flexspec.compiler.problem import PLACE_WORDS, Problem
 from flexspec.compiler.prove import Certificate
 from flexspec.compiler.rounds import Prices, RoundCost, round_cost
@@ -25,7 +25,7 @@ def plan_page(
     best = why.best
     parts = [
         _head(problem),
-        _section("PLAN", _stage_lines(problem, best)),
+        _section("PLAN", _stage_lines(problem, best, place_devices(problem, best.place, best.cuts))),
         _section("ROUND of one micro-batch", _timeline(problem, best)),
         _section(f"MEMORY of a rank ({_LEGEND})", _memory(problem, best)),
         _section("LADDER: what runs at each batch size", _ladder(why)),
@@ -38,11 +38,11 @@ def plan_page(
     return "\n".join(part for part in parts if part)
 
 
-def score_page(problem: Problem, plan: Candidate, best: Candidate | None) -> str:
-    """The page of a hand-written plan, beside the best."""
+def score_page(problem: Problem, plan: Candidate, layout: Layout, best: Candidate | None) -> str:
+    """The page of a hand-written plan on the devices that it names, beside the best."""
     parts = [
         _head(problem),
-        _section("YOUR PLAN", _stage_lines(problem, plan)),
+        _section("YOUR PLAN", _stage_lines(problem, plan, layout)),
         _section("ROUND of one micro-batch", _timeline(problem, plan)),
         _section(f"MEMORY of a rank ({_LEGEND})", _memory(problem, plan)),
     ]
@@ -74,10 +74,10 @@ def cost_of(problem: Problem, plan: Candidate) -> RoundCost:
     return round_cost(Prices(problem, plan.place, plan.entry, plan.micro), plan.cuts)
 
 
-def _stage_lines(problem: Problem, plan: Candidate) -> list[str]:
-    cost, layout = cost_of(problem, plan), place_devices_of(problem, plan)
+def _stage_lines(problem: Problem, plan: Candidate, layout: Layout) -> list[str]:
+    cost = cost_of(problem, plan)
     lines, first = [], 0
-    for i, (cut, devices) in enumerate(zip(plan.cuts, layout, strict=True)):
+    for i, (cut, devices) in enumerate(zip(plan.cuts, layout.stages, strict=True)):
         if i:
             way = "to the next node" if cut.new_node else "inside the node"
             lines.append(f"   | hop {way:34s} {cost.hops_us[i - 1] / 1e3:8.2f} ms")
@@ -98,10 +98,6 @@ def _stage_lines(problem: Problem, plan: Candidate) -> list[str]:
         f"{plan.tokens_per_s:.1f} tokens/s"
     )
     return lines
-
-
-def place_devices_of(problem: Problem, plan: Candidate) -> tuple[tuple[int, ...], ...]:
-    return place_devices(problem, plan.place, plan.cuts).stages
 
 
 def spans(devices: Sequence[int]) -> str:

@@ -13,7 +13,6 @@ from flexspec.compiler.profile import ModelProfile
 from flexspec.errors import PlanError
 
 OBJECTIVES = ("latency", "throughput", "goodput")
-PLACES = ("none", "own", "first", "last", "all")
 PLACE_WORDS = {
     "none": "no SSM",
     "own": "on devices of their own",
@@ -82,7 +81,7 @@ class Problem:
     @cached_property
     def workload(self) -> Workload:
         """What memory must hold, whatever rung of the ladder is in use."""
-        largest = max((entry.rows(1) for entry in self.drafting), default=1)
+        largest = max((entry.most_rows for entry in self.drafting), default=1)
         return Workload(self.requests, self.context_tokens, largest)
 
     @cached_property

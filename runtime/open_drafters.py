@@ -10,8 +10,9 @@ import numpy as np
 from flexspec.compiler.artifact import Artifact
 from flexspec.compiler.model_record import LLM, ModelRecord, PartRecord
 from flexspec.compiler.ngram_table import NGRAM_FILE, check_table, check_vocabulary
-from flexspec.compiler.plan import Plan
+from flexspec.compiler.plan import Plan, damaged
 from flexspec.errors import ArtifactError, RequestError
+from flexspec.runtime.draft_ladder import parse_ladder
 from flexspec.runtime.drafters.base import Drafter
 from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
 from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
@@ -30,7 +31,9 @@ def choose_ladder(text: str, plan: Plan, artifact: Artifact, record: ModelRecord
     """
     sources = _sources(artifact, record)
     if text == DEFAULT_DRAFT:
-        return DraftLadder(tuple((batch, _stored(draft, sources)) for batch, draft in plan.ladder))
+        drafts = parse_ladder(plan, "plan.json", damaged)
+        batches = [batch for batch, _ in plan.ladder]
+        return DraftLadder(tuple(zip(batches, (_offered(draft, sources) for draft in drafts), strict=True)))
     parsed = DraftPlan.parse(text)
     if parsed.method in ("chain", "budget") and "sources=" not in text:
         return DraftLadder.of(replace(parsed, sources=sources))
@@ -44,11 +47,8 @@ def choose_ladder(text: str, plan: Plan, artifact: Artifact, record: ModelRecord
     return DraftLadder.of(parsed)
 
 
-def _stored(draft: str, sources: Sequence[str]) -> DraftPlan:
-    try:
-        stored = DraftPlan.parse(draft)
-    except RequestError as error:
-        raise ArtifactError(f"plan.json holds {error.found}", error.expected, "compile the model again") from None
+def _offered(stored: DraftPlan, sources: Sequence[str]) -> DraftPlan:
+    """The plan with those of its sources that the artifact has."""
     kept = tuple(source for source in stored.sources if source in sources)
     if stored.method == "off" or not kept:
         return _OFF

@@ -87,13 +87,14 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
 def parse_json(data: bytes, path: Path, what: str) -> Any:
     """Parse ``data`` strictly: UTF-8, no duplicate keys, no deep nesting. Raises ModelFileError naming ``path``."""
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         reason = str(error)[:200] if isinstance(error, ValueError) else "nested too deeply"
         raise ModelFileError(f"{path} is not valid JSON ({reason})", what, "download the file again") from None
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json's ``object_pairs_hook``: raises ValueError for a key that stands twice."""
     table = dict(pairs)
     if len(table) != len(pairs):
         seen: set[str] = set()

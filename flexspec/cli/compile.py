@@ -51,10 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from flexspec.cli.progress import progress_bars
-    from flexspec.compiler.plan_file import read_plan_file
+    from flexspec.compiler.plan import OPEN_BATCH
+    from flexspec.compiler.plan_file import read_plan, wrong
     from flexspec.errors import CompileError
     from flexspec.kernels.cpu_build import ISA_FLAGS
     from flexspec.kernels.package import CompileOptions, compile_model
+    from flexspec.runtime.draft_ladder import parse_ladder
     from flexspec.runtime.drafters.plan import DraftPlan, default_draft
     from flexspec.types import DType
 
@@ -65,10 +67,11 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.max_tree <= 512:
         raise CompileError(f"--max-tree {args.max_tree}", "1 to 512 nodes", "choose a size in that range")
     draft = str(DraftPlan.parse(args.draft or default_draft(len(args.ssm))))
-    plan = read_plan_file(args.plan, len(args.ssm), draft) if args.plan else None
+    plan = read_plan(args.plan, len(args.ssm), draft) if args.plan else None
     if plan is not None:
-        draft = draft if args.draft else str(DraftPlan.parse(plan.draft_for(1)))
-        plan = replace(plan, ladder=((1 << 30, draft),)) if args.draft else plan
+        drafts = parse_ladder(plan, args.plan.name, wrong)
+        draft = draft if args.draft else str(drafts[0])
+        plan = replace(plan, ladder=((OPEN_BATCH, draft),), micro_batches=()) if args.draft else plan
     options = CompileOptions(DType(args.dtype), targets, isas, draft, args.max_tree, args.dump_ir, plan)
     argv = ["flexspec", *sys.argv[1:]]
     with progress_bars() as progress:

@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def _parts(args: argparse.Namespace) -> str:
     from flexspec.cli import inspect_parts as ranks
     from flexspec.cli.inspect_page import show
+    from flexspec.compiler.plan_file import read_plan
 
     if is_artifact(args.what):
         raise ArtifactError(
@@ -75,7 +76,7 @@ def _parts(args: argparse.Namespace) -> str:
     if args.emit and args.rank is None:
         raise CompileError("--emit of all ranks", "one graph", "choose a rank with --rank")
     whole = _read_graph(args.what) if is_graph(args.what) else _canonical(_open_model(args.what), args)
-    plan = ranks.read_plan(args.partition)
+    plan = read_plan(args.partition, 0, "off")
     parts = ranks.cut_parts(whole, plan, _passes(args) if args.lowered else None)
     if args.rank is None:
         page = ranks.parts_page(parts, plan)

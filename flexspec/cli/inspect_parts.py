@@ -5,13 +5,11 @@ Cuts the graph as a distributed run does; weights are only named, not read.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexspec.errors import CompileError, ModelFileError
+from flexspec.errors import CompileError
 from flexspec.types import Role
 
 if TYPE_CHECKING:
@@ -20,19 +18,6 @@ if TYPE_CHECKING:
     from flexspec.compiler.plan import Plan
     from flexspec.compiler.shares import WeightSlice
     from flexspec.graph import Graph
-
-
-def read_plan(path: Path) -> Plan:
-    """The plan that ``flexspec plan -o`` wrote. Raises ModelFileError or ArtifactError."""
-    from flexspec.compiler.plan import plan_from_json
-
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelFileError(
-            f"{path}: {error}", "a plan as JSON", "write one with flexspec plan -o PLAN.json"
-        ) from None
-    return plan_from_json(body)
 
 
 def cut_parts(graph: Graph, plan: Plan, passes: Sequence[Any] | None) -> tuple[RankPart, ...]:

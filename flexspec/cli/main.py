@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "inspect": "show what an artifact or a model file holds",
     "plan": "search a parallel plan for a model, its SSM and a machine; no weights are needed",
     "calibrate": "measure this machine and write a machine file for plan",
+    "bench": "measure what an artifact's drafts bring",
     "tune": "train an SSM for a model on text that the model writes itself",
 }
 

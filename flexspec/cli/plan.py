@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flexspec.compiler.acceptance_profile import AcceptanceProfile
+    from flexspec.compiler.plan_choice import Layout
     from flexspec.compiler.problem import Problem
     from flexspec.compiler.search import Candidate
 
@@ -42,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--degrees", help="TP degrees to try, as in 1,2,3 (default: powers of two up to a node)")
     parser.add_argument("--prove", action="store_true", help="check the answer with separate code")
     parser.add_argument("--pareto", action="store_true", help="print all plans that trade ms a token for tokens/s")
-    parser.add_argument("--score", type=Path, metavar="PLAN.toml", help="price a hand-written plan instead")
+    parser.add_argument(
+        "--score", type=Path, metavar="PLAN", help="price a plan by hand (TOML) or an edited one (JSON)"
+    )
     parser.add_argument("--svg", type=Path, help="draw the plan into this file")
     parser.add_argument("-o", "--output", type=Path, help="write the plan as JSON into this file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the page")
@@ -57,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if args.score:
         return _score(args, problem, acceptance)
     from flexspec.compiler.explain import explain
-    from flexspec.compiler.plan_choice import make_plan
+    from flexspec.compiler.plan_choice import make_plan, place_devices
     from flexspec.compiler.plan_page import plan_json, plan_page
     from flexspec.compiler.prove import prove
     from flexspec.compiler.search import search
@@ -74,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(body, indent=1))
     else:
         sys.stdout.write(plan_page(problem, why, acceptance, certificate))
-    _draw(args, problem, found[0])
+    _draw(args, problem, found[0], place_devices(problem, found[0].place, found[0].cuts))
     if args.output:
         _write(args.output, json.dumps(plan.to_json(), indent=1, sort_keys=True) + "\n")
     return 0
@@ -148,12 +151,15 @@ def _pareto(problem: Problem, as_json: bool) -> int:
 
 
 def _score(args: argparse.Namespace, problem: Problem, acceptance: AcceptanceProfile | None) -> int:
+    from flexspec.compiler.plan_file import read_hand_plan
     from flexspec.compiler.plan_page import plan_json, score_page
-    from flexspec.compiler.plan_toml import read_plan, score_plan
+    from flexspec.compiler.score_plan import hand_layout, score_plan
     from flexspec.compiler.search import search
     from flexspec.errors import PlanError
 
-    plan = score_plan(problem, read_plan(args.score, problem))
+    hand = read_hand_plan(args.score, problem.requests)
+    plan = score_plan(problem, hand)
+    layout = hand_layout(problem, hand, plan.place)
     try:
         best = search(problem)[0]
     except PlanError:  # the plan lies outside the space (its degree was not among those to try)
@@ -163,16 +169,16 @@ def _score(args: argparse.Namespace, problem: Problem, acceptance: AcceptancePro
         body |= {"per_token_us": plan.per_token_us, "tokens_per_s": plan.tokens_per_s}
         print(json.dumps(body, indent=1))
     else:
-        sys.stdout.write(score_page(problem, plan, best))
-    _draw(args, problem, plan)
+        sys.stdout.write(score_page(problem, plan, layout, best))
+    _draw(args, problem, plan, layout)
     return 0
 
 
-def _draw(args: argparse.Namespace, problem: Problem, plan: Candidate) -> None:
+def _draw(args: argparse.Namespace, problem: Problem, plan: Candidate, layout: Layout) -> None:
     if args.svg:
         from flexspec.compiler.draw_plan import plan_svg
 
-        _write(args.svg, plan_svg(problem, plan))
+        _write(args.svg, plan_svg(problem, plan, layout))
 
 
 def _write(path: Path, text: str) -> None:

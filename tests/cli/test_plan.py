@@ -79,23 +79,32 @@ def test_a_hand_written_plan_is_priced(capsys: pytest.CaptureFixture[str], tmp_p
         ("blocks = 40", "blocks = 39", "stages of 79 blocks; expected 80"),
         ("[4, 5, 6, 7]", "[3, 4, 5, 6]", "a device twice"),
         ("[4, 5, 6, 7]", "[4, 5, 6, 8]", "device 8"),
-        ("[4, 5, 6, 7]", "[4, 5, 6, -1]", "device -1"),
-        ("[0, 1, 2, 3]", "[0, 1]", "FS502: a rank of stage 0 (40 blocks, degree 2, A10) needs"),
+        ("[4, 5, 6, 7]", "[4, 5, 6, -1]", "stages[1].devices: [4, 5, 6, -1]"),
+        ("[0, 1, 2, 3]", "[0, 1]", "FS502: hand.toml: a rank of stage 0 (40 blocks, degree 2, A10) needs"),
         ("[0, 1, 2, 3]", "[0, 1, 2]", "stage 0 of degree 3"),
         ("[4, 5, 6, 7]", "[]", "a device or more"),
-        ('ssm = "first"', 'ssm = "middle"', "ssm = 'middle'"),
+        ('ssm = "first"', 'ssm = "middle"', "ssm: 'middle'; expected one of none, own"),
         ('ssm = "first"', 'ssm = "own"', "ssm_devices"),
-        ('ssm = "first"', 'colour = "red"', "unknown key colour"),
+        ('ssm = "first"', 'colour = "red"', "colour: an unknown key"),
         ('ssm = "first"', 'draft = "chain:99"', "one of the acceptance profile"),
         ('ssm = "first"', "batch = 7", "batch 7"),
         ('ssm = "first"', "micro_batches = 2", "2 micro-batches of 1 requests"),
-        ('ssm = "first"', "ssm = []", "ssm = []"),
-        ('ssm = "first"', "draft = 5", "one of the acceptance profile"),
-        ('ssm = "first"', "batch = true", "batch = True"),
-        ("blocks = 40", "blocks = 4.5", "a block or more"),
-        ("[4, 5, 6, 7]", '"all"', "a list of device numbers"),
-        ("[4, 5, 6, 7]", "[4, 5, 6, 99999999999]", "device 99999999999"),
+        ('ssm = "first"', "ssm = []", "ssm: []"),
+        ('ssm = "first"', "draft = 5", "draft: 5; expected a text"),
+        ('ssm = "first"', "batch = true", "batch: True; expected a whole number"),
+        ("blocks = 40", "blocks = 4.5", "stages[0].blocks: 4.5; expected a whole number"),
+        ("[4, 5, 6, 7]", '"all"', "stages[1].devices: 'all'; expected a list of whole numbers"),
+        ("[4, 5, 6, 7]", "[4, 5, 6, 99999999999]", "stages[1].devices: [4, 5, 6, 99999999999]"),
         ("[[stages]]", "[[stages]", "hand.toml"),
+        ("blocks = 40", "blocks = nan", "stages[0].blocks: nan"),
+        ("blocks = 40", "blocks = 1e300", "stages[0].blocks: 1e+300"),
+        ("blocks = 40", f"blocks = {'9' * 5000}", "hand.toml"),
+        ("blocks = 40", 'blocks = 40\ncolour = "red"', "stages[0].colour: an unknown key"),
+        ("[0, 1, 2, 3]", "[0, 0, 1, 2]", "a device twice"),
+        ('ssm = "first"', 'ssm = "none"\ndraft = "chain:8/sources=ssm"', "one of the acceptance profile: off"),
+        ('ssm = "first"', 'ssm = "own"\nssm_devices = [0]', "a device twice"),
+        ('ssm = "first"', 'ssm = "first"\nssm_devices = [77]', "ssm_devices: [77] with ssm = 'first'"),
+        ('ssm = "first"', "batch = 0", "batch: 0"),
     ],
 )
 def test_wrong_plans_are_refused(
@@ -105,6 +114,38 @@ def test_wrong_plans_are_refused(
     path.write_text(HAND.replace(old, new, 1))
     code, _, err = run(capsys, "--score", str(path))
     assert code == 2 and message in err and "Fix:" in err
+
+
+def test_a_plan_that_was_written_is_priced_as_it_was_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for requests in ("1", "4"):
+        best = json.loads(run(capsys, "--requests", requests, "--json", "-o", str(path))[1])
+        code, out, _ = run(capsys, "--requests", requests, "--score", str(path), "--json")
+        assert code == 0
+        assert json.loads(out)["per_token_us"] == pytest.approx(best["plan"]["predicted"]["per_token_us"], rel=1e-9)
+    body = json.loads(path.read_text())
+    body["stages"][1]["first_block"] += 1
+    path.write_text(json.dumps(body))
+    code, _, err = run(capsys, "--score", str(path))
+    assert code == 2 and "plan.json: stages[1].first_block: 42; expected 41, where the stage before ends" in err
+
+
+def test_a_plan_keeps_the_devices_it_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, picture = tmp_path / "hand.toml", tmp_path / "hand.svg"
+    path.write_text(
+        HAND.replace("[0, 1, 2, 3]", "[9]").replace("[4, 5, 6, 7]", "[3, 1, 0, 2]").replace("[9]", "[4, 5, 6, 7]")
+    )
+    code, out, _ = run(capsys, "--score", str(path), "--svg", str(picture))
+    assert code == 0 and "stage 0: blocks 0-39    TP 4  A10 4-7" in out and "A10 3,1,0,2" in out
+    assert ">4: stage 0<" in picture.read_text() and ">0: stage 1<" in picture.read_text()
+
+
+def test_a_node_is_not_entered_twice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "hand.toml"
+    stages = [(30, [0, 1]), (30, [4, 5, 6, 7]), (20, [2, 3])]
+    path.write_text("\n".join(f"[[stages]]\nblocks = {n}\ndevices = {held}" for n, held in stages))
+    code, _, err = run(capsys, "--score", str(path))
+    assert code == 2 and "stage 2 comes back to node 0" in err
 
 
 def test_stages_stay_inside_a_node(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_shipped_profiles(name: str) -> None:
 
 def test_the_profile_of_an_ssm_is_found_by_its_name() -> None:
     assert find_acceptance(["llama-68m"]).name == "specinfer-llama-7b"
-    with pytest.raises(ProfileError, match="opt-125m.*acceptance_profile.py measures one"):
+    with pytest.raises(ProfileError, match="opt-125m.*flexspec bench .* measures one"):
         find_acceptance(["opt-125m"])
     with pytest.raises(ProfileError, match="specinfer-llama-7b"):
         open_acceptance("nothing")
@@ -36,21 +36,34 @@ def test_rows_of_a_tree() -> None:
     tree = next(e for e in open_acceptance("specinfer-llama-7b").entries if e.draft.startswith("tree:1,1,3"))
     assert (tree.nodes, tree.rows(1), tree.rows(4)) == (20, 21, 84)
     assert tree.ssm_rows == (4, 1, 1, 3, 3, 3, 3, 3)
+    assert tree.most_rows == 21
+
+
+def test_memory_counts_the_largest_tree_and_not_the_mean(tmp_path: Path) -> None:
+    entry = {"draft": "chain:2", "levels": [0.5, 0.3], "committed_tokens": 1.2}
+    path = tmp_path / "p.json"
+    for more, rows in (({}, 3), ({"most_nodes": 2}, 3), ({"most_nodes": 7}, 8)):
+        path.write_text(json.dumps({**PAPER, "entries": [{**entry, **more}]}))
+        assert open_acceptance(str(path)).entries[0].most_rows == rows
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"format": "flexspec acceptance 9"}, "format"),
-        ({"colour": "red"}, "unknown: colour"),
-        ({"date": ""}, "date = ''"),
+        ({"colour": "red"}, "colour: an unknown key"),
+        ({"date": ""}, "date: ''"),
         ({"entries": []}, "entries"),
         ({"entries": PAPER["entries"][:1] * 2}, "twice"),
         ({"entries": [{"draft": "off", "levels": [1], "committed_tokens": 1}]}, "other than off"),
         ({"entries": [{"draft": "chain:1", "levels": [1], "committed_tokens": 2.5}]}, "1 to 2"),
-        ({"entries": [{"draft": "chain:1", "levels": [0], "committed_tokens": 1}]}, "levels"),
+        ({"entries": [{"draft": "chain:1", "levels": [0], "committed_tokens": 1}]}, "entries[0].levels: [0]"),
         ({"entries": [{"draft": "chain:1", "levels": [1], "committed_tokens": float("nan")}]}, "committed_tokens"),
-        ({"entries": [{"draft": "chain:1", "levels": [1]}]}, "entry"),
+        ({"entries": [{"draft": "chain:1", "levels": [1]}]}, "committed_tokens: missing"),
+        ({"entries": [{"draft": "chain:1", "levels": [10**400], "committed_tokens": 1}]}, "levels"),
+        ({"entries": [{"draft": "chain:1", "levels": [1], "committed_tokens": 1, "ssm_rows": [1e9]}]}, "1e+09"),
+        ({"entries": [{"draft": "chain:1", "levels": [1.5], "committed_tokens": 1, "most_nodes": 1}]}, "from 2 to"),
+        ({"ssms": [""]}, "ssms: ['']"),
         ({"entries": [{"draft": "chain:1", "levels": [1000], "committed_tokens": 1}]}, "1000 nodes"),
     ],
 )

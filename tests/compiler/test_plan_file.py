@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexspec.compiler.plan import Plan, Stage
-from flexspec.compiler.plan_file import check_runnable, read_plan_file
+from flexspec.compiler.plan_file import check_runnable, read_hand_plan, read_plan
 from flexspec.compiler.rank_record import RankRecord, ranks_from_json
 from flexspec.errors import ArtifactError, PlanError
 
@@ -19,9 +19,9 @@ TOML = 'ssm = "first"\n[[stages]]\nblocks = 1\ndevices = [4, 2]\n[[stages]]\nblo
 
 def test_json_and_toml(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(PLAN.to_json()))
-    assert read_plan_file(tmp_path / "plan.json", 1, "off") == PLAN
+    assert read_plan(tmp_path / "plan.json", 1, "off") == PLAN
     (tmp_path / "plan.toml").write_text(TOML)
-    found = read_plan_file(tmp_path / "plan.toml", 1, "chain:4")
+    found = read_plan(tmp_path / "plan.toml", 1, "chain:4")
     assert (found.stages, found.ssm_ranks, found.devices) == (PLAN.stages, PLAN.ssm_ranks, (4, 2, 0))
     assert found.draft_for(1) == "chain:4"
     check_runnable(found, 2, 1)
@@ -30,25 +30,60 @@ def test_json_and_toml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("blocks = 1", "unknown key blocks"),
-        ("stages = []", "devices"),
-        ("stages = 3", "stages"),
-        (TOML.replace("[0]", "[4]"), r"devices \[4, 2, 4\]"),
+        ("blocks = 1", "plan.toml: stages: missing"),
+        (f"colour = 1\n{TOML}", "plan.toml: colour: an unknown key"),
+        ("stages = []", r"plan.toml: stages: \[\]"),
+        ("stages = 3", "plan.toml: stages: 3"),
+        (TOML.replace("[0]", "[4]"), r"stages\[1\].devices: a device twice, 4"),
+        (TOML.replace("[0]", "[-1]"), r"stages\[1\].devices: \[-1\]"),
+        (TOML.replace("[0]", "[true]"), r"stages\[1\].devices: \[True\]"),
+        (TOML.replace("blocks = 1", "blocks = -1"), r"stages\[0\].blocks: -1"),
+        (TOML.replace("blocks = 1", "blocks = inf"), r"stages\[0\].blocks: inf"),
+        (f"micro_batches = 1.5\n{TOML}", "micro_batches: 1.5"),
+        (f"draft = 7\n{TOML}", "draft: 7"),
         ("[", "plan.toml"),
+        ("x = " + "[" * 100_000, "nested too deeply"),
     ],
 )
 def test_bad_toml_is_named(tmp_path: Path, text: str, found: str) -> None:
     (tmp_path / "plan.toml").write_text(text)
     with pytest.raises(PlanError, match=found):
-        read_plan_file(tmp_path / "plan.toml", 1, "off")
+        read_plan(tmp_path / "plan.toml", 1, "off")
+
+
+def test_own_devices_become_ranks_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(TOML.replace('"first"', '"own"\nssm_devices = [7]'))
+    found = read_plan(tmp_path / "plan.toml", 1, "chain:4")
+    assert (found.ssm_ranks, found.devices, found.ssm_place) == (((3,),), (4, 2, 0, 7), "own")
+    check_runnable(found, 2, 1)
+    with pytest.raises(PlanError, match="1 SSMs"):
+        check_runnable(found, 2, 2)
+
+
+@pytest.mark.parametrize(("place", "ranks"), [("last", (2,)), ("first", (0,)), ("all", (0, 1, 2))])
+def test_both_forms_are_one_plan(tmp_path: Path, place: str, ranks: tuple[int, ...]) -> None:
+    """TOML to the record to JSON and back to what a person would have written."""
+    (tmp_path / "plan.toml").write_text(TOML.replace('"first"', f'"{place}"\ndraft = "chain:4"\nmicro_batches = 1'))
+    plan = read_plan(tmp_path / "plan.toml", 1, "off")
+    assert plan.ssm_ranks == (ranks,)
+    (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
+    assert read_plan(tmp_path / "plan.json", 1, "off") == plan
+    again = read_hand_plan(tmp_path / "plan.json", 3)
+    assert replace(again, source="") == replace(read_hand_plan(tmp_path / "plan.toml", 3), source="")
+    unsaid = replace(plan, ssm_place="")
+    (tmp_path / "plan.json").write_text(json.dumps(unsaid.to_json()))
+    assert read_hand_plan(tmp_path / "plan.json", 3).place == place
 
 
 def test_bad_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("[1]")
     with pytest.raises(PlanError, match="a list"):
-        read_plan_file(tmp_path / "plan.json", 1, "off")
+        read_plan(tmp_path / "plan.json", 1, "off")
     with pytest.raises(PlanError, match="nothing.json"):
-        read_plan_file(tmp_path / "nothing.json", 1, "off")
+        read_plan(tmp_path / "nothing.json", 1, "off")
+    (tmp_path / "plan.json").write_text('{"stages": [], "stages": []}')
+    with pytest.raises(PlanError, match="duplicate key 'stages'"):
+        read_plan(tmp_path / "plan.json", 1, "off")
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,10 @@ def test_self_test_finds_other_weights(artifact: Path, tmp_path: Path) -> None:
         ("checks.json", lambda body: {"llm": {BEST: 7}}),
         ("plan.json", lambda body: body.update(ladder=[[8, "sideways:3"]])),
         ("plan.json", lambda body: body.update(ladder=[])),
+        ("plan.json", lambda body: body.update(ladder=[[8, "off"], [4, "off"]])),
+        ("plan.json", lambda body: body.update(ladder=[[4, "off"], [8, "sideways:3"]])),
+        ("plan.json", lambda body: body["stages"][0].update(ranks=[0, 0])),
+        ("plan.json", lambda body: body["stages"][0].update(end_block=float("nan"))),
         ("plan.json", lambda body: [1]),
     ],
 )

@@ -1,0 +1,187 @@
+"""Careful reading of files that people edit (TOML, JSON): a key is asked for once, what nobody asked for is an error.
+
+Owns the checks of kinds and ranges. What the values mean, and the class of the error, are the caller's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flexspec.compiler.frontends.files import unique_keys
+from flexspec.errors import FlexspecError
+
+_MAX_FILE_BYTES = 1 << 20
+_LEAST, _LARGEST = 1e-30, 1e30
+_SHOWN = 120  # characters of a wrong value in a message
+Choice = TypeVar("Choice")
+Fail = Callable[[str, str], FlexspecError]  # (found, expected) -> the caller's error
+
+
+class Table:
+    """A table at ``where`` of file ``source``. Getters raise ``fail``'s error; ``done`` refuses keys never read."""
+
+    def __init__(self, body: Mapping[str, Any], source: str, fail: Fail, where: str = "") -> None:
+        self.body, self._source, self._fail, self._where = body, source, fail, where
+        self._read: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        return key in self.body
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.body)
+
+    def error(self, key: str, found: str, expected: str) -> FlexspecError:
+        """An error about ``key`` of this table ("": about the table)."""
+        place = ".".join(part for part in (self._where, key) if part)
+        return self._fail(f"{self._source}: {place}: {found}" if place else f"{self._source}: {found}", expected)
+
+    def text(self, key: str) -> str:
+        value = self._get(key, "a text in quotes")
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(key, show(value), "a text in quotes, not empty")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        value = self._get(key, "a list of texts")
+        if not isinstance(value, list) or not all(isinstance(item, str) and item.strip() for item in value):
+            raise self.error(key, show(value), "a list of texts, none empty")
+        return tuple(value)
+
+    def number(self, key: str, *, zero: bool = False) -> float:
+        """A number above 0 (or from 0 with ``zero``)."""
+        expected = "0, or a number from 1e-30 to 1e30" if zero else "a number from 1e-30 to 1e30"
+        value = self._get(key, expected)
+        if not _is_number(value) or value < 0 or (value == 0 and not zero):
+            raise self.error(key, show(value), expected)
+        return float(value)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of finite numbers above 0."""
+        value = self._get(key, "a list of numbers above 0")
+        if not isinstance(value, list) or not all(_is_number(item) and item > 0 for item in value):
+            raise self.error(key, show(value), "a list of numbers above 0")
+        return tuple(float(item) for item in value)
+
+    def count(self, key: str, most: int, least: int = 1) -> int:
+        expected = f"a whole number from {least} to {most}"
+        value = self._get(key, expected)
+        if type(value) is not int or not least <= value <= most:
+            raise self.error(key, show(value), expected)
+        return value
+
+    def counts(self, key: str, most: int, least: int = 0) -> tuple[int, ...]:
+        """A list of whole numbers."""
+        expected = f"a list of whole numbers from {least} to {most}"
+        value = self._get(key, expected)
+        if not isinstance(value, list | tuple) or not all(type(n) is int and least <= n <= most for n in value):
+            raise self.error(key, show(value), expected)
+        return tuple(value)
+
+    def choice(self, key: str, table: Mapping[str, Choice]) -> Choice:
+        """The entry of ``table`` that the key names."""
+        name = self.text(key)
+        if name not in table:
+            raise self.error(key, show(name), f"one of {', '.join(table) or 'none, since the file defines none'}")
+        return table[name]
+
+    def table(self, key: str, shape: str = "a table") -> Table:
+        value = self._get(key, shape)
+        if not isinstance(value, dict):
+            raise self.error(key, show(value), shape)
+        return self._part(value, f"{self._where}.{key}" if self._where else key)
+
+    def tables(self, key: str) -> dict[str, Table]:
+        """All sub-tables of the table ``key``."""
+        part = self.table(key)
+        return {name: part.table(name) for name in part.names()}
+
+    def array(self, key: str) -> list[Table]:
+        """One table or more in a list: [[key]] in TOML."""
+        value = self._get(key, f"a list of tables, [[{key}]] in TOML")
+        if not isinstance(value, list | tuple) or not value or not all(isinstance(item, dict) for item in value):
+            raise self.error(key, show(value), f"one or more tables, [[{key}]] in TOML")
+        where = f"{self._where}.{key}" if self._where else key
+        return [self._part(item, f"{where}[{i}]") for i, item in enumerate(value)]
+
+    def rows(self, key: str, expected: str) -> list[list[Any]]:
+        """A list of lists, of which nothing is known yet."""
+        value = self._get(key, expected)
+        if not isinstance(value, list | tuple) or not all(isinstance(item, list | tuple) for item in value):
+            raise self.error(key, show(value), expected)
+        return [list(item) for item in value]
+
+    def scalars(self, key: str) -> dict[str, Any]:
+        """A table of texts, truth values and finite numbers, as it stands."""
+        part = self.table(key)
+        for name, value in part.body.items():
+            whole = type(value) is int  # counts of plans are larger than any float
+            if not (value is None or isinstance(value, str | bool) or whole or _is_number(value)):
+                raise part.error(name, show(value), "a text, true, false or a finite number")
+        return dict(part.body)
+
+    def points(self, key: str) -> tuple[tuple[float, float], ...]:
+        """Pairs of positive numbers, rising in the first; the second is made monotone (a longer job takes no less)."""
+        expected = "two or more pairs [ideal_us, measured_us] with rising ideal_us"
+        value = self.rows(key, expected)
+        if len(value) < 2:
+            raise self.error(key, show(value), expected)
+        pairs: list[tuple[float, float]] = []
+        for item in value:
+            if len(item) != 2 or not all(_is_number(n) and n > 0 for n in item):
+                raise self.error(key, show(item), expected)
+            if pairs and item[0] <= pairs[-1][0]:
+                raise self.error(key, f"{show(item)} after {list(pairs[-1])!r}", expected)
+            pairs.append((float(item[0]), max(float(item[1]), pairs[-1][1] if pairs else 0.0)))
+        return tuple(pairs)
+
+    def done(self) -> None:
+        """Refuse keys that nothing has read: a misspelt key must not be ignored."""
+        for key in self.body:
+            if key not in self._read:
+                near = difflib.get_close_matches(key, self._read, n=1)
+                hint = f"perhaps {near[0]}" if near else f"only {', '.join(sorted(self._read))}"
+                raise self.error(key, "an unknown key", hint)
+
+    def _part(self, body: Mapping[str, Any], where: str) -> Table:
+        return Table(body, self._source, self._fail, where)
+
+    def _get(self, key: str, expected: str) -> Any:
+        self._read.add(key)
+        if key not in self.body:
+            raise self.error(key, "missing", expected)
+        return self.body[key]
+
+
+def show(value: object) -> str:
+    """A wrong value for a message, cut where it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a whole number of more digits than Python prints
+        text = f"a {type(value).__name__} that is too large"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def read_table(path: Path, what: str, fail: Fail) -> Table:
+    """A file as a table, TOML or (by its name, .json) JSON. Raises ``fail``'s error when it is neither or too large."""
+    form = "JSON" if path.suffix == ".json" else "TOML"
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise fail(f"{path} has {path.stat().st_size} bytes", f"{what} of at most 1 MiB")
+        text = path.read_text(encoding="utf-8")
+        body = json.loads(text, object_pairs_hook=unique_keys) if form == "JSON" else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:  # decoding errors of all three forms are ValueErrors
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise fail(f"{path}: {reason}", f"{what}, readable as {form}") from None
+    if not isinstance(body, dict):
+        raise fail(f"{path}: a {type(body).__name__}", f"{what}, a table of keys")
+    return Table(body, path.name, fail)
+
+
+def _is_number(value: Any) -> bool:
+    """A finite number whose products with others are finite too (a whole number may exceed any float)."""
+    return type(value) in (int, float) and (value == 0 or _LEAST <= abs(value) <= _LARGEST)

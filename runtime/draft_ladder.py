@@ -1,0 +1,19 @@
+"""The draft plans of a plan's ladder, read at compile and at start: a wrong one must not wait for its batch."""
+
+from __future__ import annotations
+
+from flexspec.compiler.checked_table import Fail
+from flexspec.compiler.plan import Plan
+from flexspec.errors import RequestError
+from flexspec.runtime.drafters.plan import DraftPlan
+
+
+def parse_ladder(plan: Plan, source: str, fail: Fail) -> tuple[DraftPlan, ...]:
+    """The draft plan of every rung, the smallest batch first. Raises ``fail``'s error for one that does not parse."""
+    found = []
+    for batch, text in plan.ladder:
+        try:
+            found.append(DraftPlan.parse(text))
+        except RequestError as error:
+            raise fail(f"{source}: ladder: {text!r} for batches to {batch}: {error.found}", error.expected) from None
+    return tuple(found)
