@@ -40,12 +40,15 @@ def add_gpu_parts(
     targets: Sequence[str],
     max_tree_tokens: int,
     progress: Callable[[str, int, int], None],
+    rank_graphs: Sequence[Graph] = (),
 ) -> tuple[ResourceRows, GpuRecord]:
     """Compile and store the kernels, then the weights; returns the kernels' resource table and model.json's part.
 
-    Raises CompileError for an unknown target or a shape that no kernel serves, ToolchainError without Triton.
+    ``rank_graphs``: parts of the LLM whose kernels are stored too (their weights are rank_package.py's). Raises
+    CompileError for an unknown target or a shape that no kernel serves, ToolchainError without Triton.
     """
-    shapes = [shape for model in models for shape in attention_shapes(model.graph, max_tree_tokens).values()]
+    graphs = [*(model.graph for model in models), *rank_graphs]
+    shapes = [shape for graph in graphs for shape in attention_shapes(graph, max_tree_tokens).values()]
     progress("compiling GPU kernels", 0, len(targets))
     rows = package_attention(shapes, targets, writer.add_bytes)
     progress("compiling GPU kernels", len(targets), len(targets))
@@ -73,6 +76,12 @@ def _add_weights(writer: ArtifactWriter, model: GpuModel, stored: dict[str, Plac
     if tensors:
         writer.add_tensors(file, tensors, bf16=[name for name, array in tensors.items() if array.dtype == np.uint16])
     return places
+
+
+def add_canonical_weights(writer: ArtifactWriter, file: str, graph: Graph, get: GetWeight) -> None:
+    """All weights of a graph in a file of their own."""
+    tensors = {value.name: in_dtype(get(value.name), value.type.dtype) for value in graph.inputs_of(Role.WEIGHT)}
+    writer.add_tensors(file, tensors, bf16=[name for name, array in tensors.items() if array.dtype == np.uint16])
 
 
 def in_dtype(array: NDArray[np.float32], dtype: DType) -> NDArray[np.generic]:

@@ -93,10 +93,13 @@ def compile_model(
     with ArtifactWriter(out) as writer:
         _add_weights(writer, parts, progress)
         checks = {part.name: _add_program(writer, part, options, progress) for part in parts}
+        ranks: list[Graph] = []
         if plan is not None:
-            isas = options.isas or target_isas()
-            add_ranks(writer, parts[0].graph, parts[0].get, plan, isas, options.dump_ir, progress)
-        rows, gpu = _add_gpu_parts(writer, parts, options, progress)
+            ranks = add_ranks(
+                writer, parts[0].graph, parts[0].get, plan, options.isas or target_isas(), options.dump_ir, progress,
+                for_gpus=bool(options.gpu_targets),
+            )  # fmt: skip
+        rows, gpu = _add_gpu_parts(writer, parts, ranks, options, progress)
         _add_tables(writer, parts, ssm_paths, checks, options)
         writer.add_json("model.json", _model_record(parts, options, gpu).to_json())
         targets = [f"cpu-{isa}" for isa in options.isas or target_isas()] + list(options.gpu_targets)
@@ -235,14 +238,14 @@ def _add_program(writer: ArtifactWriter, part: _Part, options: CompileOptions, p
 
 
 def _add_gpu_parts(
-    writer: ArtifactWriter, parts: Sequence[_Part], options: CompileOptions, progress: Progress
+    writer: ArtifactWriter, parts: Sequence[_Part], ranks: Sequence[Graph], options: CompileOptions, progress: Progress
 ) -> tuple[list[dict[str, Any]], GpuRecord | None]:
     if not options.gpu_targets:
         return [], None
     from flexspec.kernels.gpu_package import GpuModel, add_gpu_parts
 
     models = [GpuModel(part.name, part.lowered, part.get) for part in parts]
-    return add_gpu_parts(writer, models, options.gpu_targets, options.max_tree_tokens, progress)
+    return add_gpu_parts(writer, models, options.gpu_targets, options.max_tree_tokens, progress, ranks)
 
 
 def _add_tables(

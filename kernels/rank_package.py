@@ -1,6 +1,7 @@
 """What an artifact holds for each rank of a plan of several: graph, program, its slice of the packed weights.
 
-Layout: graph/llm.rankN.fsg  kernels/cpu/llm.rankN/{program.cpp,ISA.so}  weights/llm.rankN.safetensors  ranks.json
+Layout: graph/llm.rankN.fsg  kernels/cpu/llm.rankN/{program.cpp,ISA.so}  weights/llm.rankN.safetensors  ranks.json, and
+weights/llm.rankN.canonical.safetensors for GPUs
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ def add_ranks(
     isas: Sequence[str],
     dump_ir: Path | None,
     progress: Progress,
-) -> None:
-    """Cut the LLM's graph by the plan and store every rank's part.
+    *,
+    for_gpus: bool = False,
+) -> list[Graph]:
+    """Cut the LLM's graph by the plan and store every rank's part; returns the graphs. ``for_gpus``: for both backends.
 
     ``get(name)`` gives a whole weight in float32; ranks are made one after another, so that one rank's slices are in
     memory at a time. Raises PartitionError, PassError, CompileError, ToolchainError, WeightError.
@@ -44,13 +47,16 @@ def add_ranks(
     records = []
     for done, part in enumerate(parts):
         progress("building ranks", done, len(parts))
-        records.append(_add_rank(writer, part, get, isas))
+        records.append(_add_rank(writer, part, get, isas, for_gpus=for_gpus))
     progress("building ranks", len(parts), len(parts))
     records += drafting_only(plan)
     writer.add_json(RANKS_FILE, {"ranks": [record.to_json() for record in records]})
+    return [part.graph for part in parts]
 
 
-def _add_rank(writer: ArtifactWriter, part: RankPart, get: GetWeight, isas: Sequence[str]) -> RankRecord:
+def _add_rank(
+    writer: ArtifactWriter, part: RankPart, get: GetWeight, isas: Sequence[str], *, for_gpus: bool
+) -> RankRecord:
     name = folder_of(part.rank)
     program = render(split_logits(part.graph)[0])
     weights = cut_weights(part.weights, get)
@@ -60,6 +66,10 @@ def _add_rank(writer: ArtifactWriter, part: RankPart, get: GetWeight, isas: Sequ
     }
     bf16 = [tensor for tensor, array in tensors.items() if array.dtype == np.uint16]
     writer.add_tensors(f"weights/{name}.safetensors", tensors, bf16=bf16)
+    if for_gpus:
+        from flexspec.kernels.gpu_package import add_canonical_weights
+
+        add_canonical_weights(writer, f"weights/{name}.canonical.safetensors", part.graph, weights.__getitem__)
     writer.add_bytes(f"graph/{name}.fsg", print_graph(part.graph).encode())
     writer.add_bytes(f"kernels/cpu/{name}/program.cpp", program.source.encode())
     for isa in isas:

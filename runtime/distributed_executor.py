@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from flexspec.compiler.model_record import PartRecord
 from flexspec.errors import EngineError
-from flexspec.runtime.cpu_rank import CpuRank, RankResult
+from flexspec.runtime.cpu_rank import RankResult
 from flexspec.runtime.distributed_drafts import RemoteDrafter
 from flexspec.runtime.distributed_group import ANSWERS, RESULTS, Seat
 from flexspec.runtime.distributed_message import (
@@ -36,6 +36,7 @@ from flexspec.runtime.distributed_message import (
     encode_step,
     encode_stop,
 )
+from flexspec.runtime.distributed_shards import Shard
 from flexspec.runtime.drafters.base import ModelDrafter
 from flexspec.runtime.step import StepBatch, StepResult
 from flexspec.runtime.step_rules import check_finite, check_step
@@ -71,7 +72,7 @@ class DistributedExecutor:
     def __init__(
         self,
         seat: Seat,
-        shard: CpuRank,
+        shard: Shard,
         room: Room,
         *,
         source: int,
@@ -104,8 +105,7 @@ class DistributedExecutor:
             self._tell(self._others, *encode_step(batch, want_logits, want_features))
             told = time.perf_counter()
             awaited = self._expect(batch, want_logits, want_features) if self.returns_early else None
-            self._seat.begin(len(batch.ids_T), len(batch.logit_rows_L))
-            own = self._shard.step(batch, self._seat.meet, want_logits=want_logits, want_features=want_features)
+            own = self._shard.step(batch, want_logits=want_logits, want_features=want_features)
             assert (own is None) == (awaited is not None)
             self._awaited.append(awaited or _Awaited(own, []))  # type: ignore[arg-type]
         self.spent.steps += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flexspec.errors import EngineError
-from flexspec.runtime.cpu_rank import CpuRank, RankResult
+from flexspec.runtime.cpu_rank import RankResult
 from flexspec.runtime.distributed_drafts import DraftHost
 from flexspec.runtime.distributed_group import ANSWERS, RESULTS, Seat
 from flexspec.runtime.distributed_message import (
@@ -23,6 +23,7 @@ from flexspec.runtime.distributed_message import (
     decode_step,
     encode_draft,
 )
+from flexspec.runtime.distributed_shards import Shard
 from flexspec.runtime.step import StepBatch
 
 
@@ -35,7 +36,7 @@ class Follower:
     def __init__(
         self,
         seat: Seat,
-        shard: CpuRank | None,
+        shard: Shard | None,
         host: DraftHost | None,
         room: Room,
         *,
@@ -70,16 +71,12 @@ class Follower:
                     "report this fault: ranks read each other wrongly",
                 )  # fmt: skip
 
-    def _step(self, shard: CpuRank, header: Header, body: Bytes) -> None:
+    def _step(self, shard: Shard, header: Header, body: Bytes) -> None:
         message = decode_step(header, body)
-        batch = message.batch
-        self._seat.begin(len(batch.ids_T), len(batch.logit_rows_L))
         try:
-            result = shard.step(
-                batch, self._seat.meet, want_logits=message.want_logits, want_features=message.want_features
-            )
+            result = shard.step(message.batch, want_logits=message.want_logits, want_features=message.want_features)
         except EngineError:  # logits that are not finite: the last to know is rank 0, which ends the engine
-            result = self._lost(batch, message.want_logits, message.want_features)
+            result = self._lost(message.batch, message.want_logits, message.want_features)
         if self._gives and result is not None:
             self._give(result)
 

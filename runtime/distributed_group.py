@@ -1,7 +1,7 @@
 """This process's seat among the ranks of a plan: torch.distributed groups, and the exchanges that programs ask for.
 
-Rows are float32 [n, columns] on every transport. A sum is taken in rank order on each rank, never around a ring: the
-result of a row must not depend on how many rows are in the step.
+A sum is taken in rank order on each rank, never around a ring: the result of a row must not depend on how many rows are
+in the step.
 """
 
 from __future__ import annotations
@@ -132,17 +132,29 @@ class Seat:
         self._sizes = {"T": rows, "L": logit_rows}
 
     def meet(self, rank: int, node: Node, given: Rows | None) -> Rows:
-        """Do an exchange and return what this rank gets (of a send: what it gave). runtime/cpu_rank.py: Meet.
+        """``exchange`` for rows of the CPU programs, float32 [n, columns] (runtime/cpu_rank.py: Meet)."""
+        assert rank == self.rank
+        result = self.exchange(node, None if given is None else torch.from_numpy(np.array(given)), torch.float32)
+        rows: Rows = result.flatten(1).numpy()
+        return rows
 
+    def exchange(
+        self, node: Node, operand: torch.Tensor | None, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """Do an exchange and return what this rank gets (of a send: what it gave), of the node's shape.
+
+        ``operand``: the rank's rows, if it has any to give; ``dtype`` and ``device`` are those of rows that travel.
         Raises RuntimeError (torch's own) when another rank is gone or silent.
         """
-        assert rank == self.rank
-        attrs, result = dict(node.attrs), node.outputs[0].type
-        shape = (self._sizes[str(result.dims[0])], prod(dim for dim in result.dims[1:] if isinstance(dim, int)))
+        attrs, dims = dict(node.attrs), node.outputs[0].type.dims
+        shape = (self._sizes[str(dims[0])], *(dim for dim in dims[1:] if isinstance(dim, int)))
         if not shape[0]:
-            return np.empty(shape, np.float32)
-        own = torch.from_numpy(np.array(given)) if given is not None else torch.empty(shape)
-        assert given is None or len(given) == shape[0], "all ranks see the same step"
+            return torch.empty(shape, dtype=dtype, device=device)
+        if operand is None:
+            own = torch.empty((shape[0], prod(shape[1:])), dtype=dtype, device=device)
+        else:
+            assert len(operand) == shape[0], "all ranks see the same step"
+            own = operand.reshape(shape[0], -1).contiguous()
         if node.op == "send":
             self._sent.send(own, _int(attrs["to"]), _int(attrs["channel"]))
         elif node.op == "recv":
@@ -153,7 +165,7 @@ class Seat:
             own = sum_in_order(self._gather(own, attrs))
         else:
             own = self._combine(own, attrs)
-        return own.numpy()
+        return own.reshape(shape)
 
     def _gather(self, own: torch.Tensor, attrs: Attrs) -> list[torch.Tensor]:
         """The tensors of all members, of one shape, in the order in which the operator names them."""
@@ -181,10 +193,11 @@ class Seat:
 
 
 def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = parts[0]
+    """In float32, rounded once to the parts' dtype."""
+    total = parts[0].float()
     for part in parts[1:]:
-        total = total + part
-    return total
+        total = total + part.float()
+    return total.to(parts[0].dtype)
 
 
 def _members(attrs: Attrs) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from flexspec.compiler.artifact import Artifact, open_artifact
 from flexspec.compiler.manifest import MANIFEST_NAME
 from flexspec.compiler.model_record import ModelRecord, PartRecord, record_from_json
-from flexspec.compiler.plan import plan_from_json
+from flexspec.compiler.plan import Plan, plan_from_json
 from flexspec.compiler.rank_record import NO_STAGE, RANKS_FILE, RankRecord, folder_of, ranks_from_json
 from flexspec.errors import ArtifactError, PlanError
 from flexspec.runtime.cpu_rank import CpuRank
@@ -20,13 +20,17 @@ from flexspec.runtime.distributed_executor import DistributedExecutor
 from flexspec.runtime.distributed_follow import Follower
 from flexspec.runtime.distributed_group import Seat
 from flexspec.runtime.distributed_message import Room
+from flexspec.runtime.distributed_shards import CpuShard, Shard
+from flexspec.runtime.drafters.plan import DraftLadder
+from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.open_drafters import choose_ladder, ssm_drafter
 from flexspec.runtime.open_engine import (
     ServeOptions,
     choose_isa,
     context_tokens,
     default_threads,
-    open_cpu,
+    gpu_models,
+    open_backend,
     ssm_pages,
     ssms_of,
 )
@@ -37,9 +41,12 @@ from flexspec.types import PAGE_TOKENS
 
 def open_leader(artifact: Artifact, llm: PartRecord, options: ServeOptions) -> DistributedExecutor:
     """Rank 0's executor, once all ranks have joined. Raises ArtifactError, CapacityError, PlanError, RuntimeError."""
+    model = record_from_json(artifact.read_json("model.json"))
+    ladder = choose_ladder(options.draft, plan_from_json(artifact.read_json("plan.json")), artifact, model)
     records, room = _records(artifact), _room(options)
-    shard = _shard(artifact, records[0], options)
+    shard = _shard(artifact, model, ladder, records[0], options)
     seat = _join(artifact, records, room, options)
+    shard.join(seat)
     return DistributedExecutor(
         seat, shard, room, source=_source(records), vocab_size=llm.outputs, feature_columns=llm.feature_columns,
         stage_ranks=[record.rank for record in records if record.stage != NO_STAGE], max_positions=llm.max_positions,
@@ -54,18 +61,22 @@ def run_follower(path: Path, options: ServeOptions) -> None:
     """
     artifact = open_artifact(path, check_digests=options.checks)
     model = record_from_json(artifact.read_json("model.json"))
+    plan = plan_from_json(artifact.read_json("plan.json"))
+    ladder = choose_ladder(options.draft, plan, artifact, model)
     records, room, rank = _records(artifact), _room(options), int(os.environ["RANK"])
     if not 0 < rank < len(records):
         raise PlanError(f"rank {rank}", f"ranks 0 to {len(records) - 1}", f"start it with --ranks {len(records)}")
-    shard = _shard(artifact, records[rank], options) if records[rank].stage != NO_STAGE else None
-    host, opened = _host(artifact, model, rank, options)
+    holds = records[rank].stage != NO_STAGE
+    shard = _shard(artifact, model, ladder, records[rank], options) if holds else None
+    drafters, opened = _drafters(artifact, model, plan, ladder, options)
     seat = _join(artifact, records, room, options)
+    if shard is not None:
+        shard.join(seat)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    llm = model.models[0]
     Follower(
-        seat, shard, host, room, gives=_source(records) == rank, vocab_size=llm.outputs,
-        feature_columns=llm.feature_columns,
+        seat, shard, DraftHost(drafters) if drafters else None, room, gives=_source(records) == rank,
+        vocab_size=model.models[0].outputs, feature_columns=model.models[0].feature_columns,
     ).run()  # fmt: skip
     for each in opened:
         each.close()
@@ -74,20 +85,22 @@ def run_follower(path: Path, options: ServeOptions) -> None:
     seat.close()
 
 
-def _host(
-    artifact: Artifact, model: ModelRecord, rank: int, options: ServeOptions
-) -> tuple[DraftHost | None, list[Executor]]:
-    """What drafts on a rank other than 0, and its executors."""
-    plan = plan_from_json(artifact.read_json("plan.json"))
-    ladder = choose_ladder(options.draft, plan, artifact, model)
+def _drafters(
+    artifact: Artifact, model: ModelRecord, plan: Plan, ladder: DraftLadder, options: ServeOptions
+) -> tuple[list[SsmDrafter], list[Executor]]:
+    """The drafters of the SSMs that live on this rank, and their executors."""
+    rank, vocab_size = int(os.environ["RANK"]), model.models[0].outputs
     context, _ = context_tokens(model, ladder, options)
-    drafters, opened = [], []
-    for part, ranks in ssms_of(model, plan, ladder):
-        if rank in ranks:
-            sized = replace(options, kv_tokens=ssm_pages(options, ranks, context) * PAGE_TOKENS)
-            opened.append(open_cpu(artifact, choose_isa(artifact), part, sized))
-            drafters.append(ssm_drafter(part, opened[-1], ladder, model.models[0].outputs))
-    return DraftHost(drafters) if drafters else None, list(opened)
+    here = [(part, ranks) for part, ranks in ssms_of(model, plan, ladder) if rank in ranks]
+    if not here:
+        return [], []
+    _, executor_of = open_backend(artifact, model, ladder, options)
+    opened = [
+        executor_of(part, replace(options, kv_tokens=ssm_pages(options, ranks, context) * PAGE_TOKENS))
+        for part, ranks in here
+    ]
+    made = [ssm_drafter(part, each, ladder, vocab_size) for (part, _), each in zip(here, opened, strict=True)]
+    return made, opened
 
 
 def _records(artifact: Artifact) -> tuple[RankRecord, ...]:
@@ -115,20 +128,24 @@ def _join(artifact: Artifact, records: tuple[RankRecord, ...], room: Room, optio
     return Seat(f"{manifest} {room} {options.draft} {options.context_tokens}", len(records), groups, options.device)
 
 
-def _shard(artifact: Artifact, record: RankRecord, options: ServeOptions) -> CpuRank:
-    if options.device != "cpu":
-        raise PlanError(f"--device {options.device} with {RANKS_FILE}", "--device cpu", "GPU ranks are not there yet")
+def _shard(
+    artifact: Artifact, model: ModelRecord, ladder: DraftLadder, record: RankRecord, options: ServeOptions
+) -> Shard:
     name, room = folder_of(record.rank), _room(options)
+    if options.device != "cpu":
+        return gpu_models(artifact, model, ladder, options).shard(name, room.pages, room.max_rows)
     tensors = artifact.tensors(f"weights/{name}.safetensors")
     missing = [tensor for tensor in record.weights if tensor not in tensors]
     if missing:
         raise ArtifactError(f"no tensor {missing[0]} for {name}", "every weight of its program", "compile it again")
-    return CpuRank.built(
-        record.rank,
-        parse_graph(artifact.read_bytes(f"graph/{name}.fsg").decode()),
-        artifact.file(f"kernels/cpu/{name}/{choose_isa(artifact)}.so"),
-        [tensors[tensor] for tensor in record.weights],
-        pages=room.pages,
-        max_rows=room.max_rows,
-        threads=options.threads or default_threads(),
+    return CpuShard(
+        CpuRank.built(
+            record.rank,
+            parse_graph(artifact.read_bytes(f"graph/{name}.fsg").decode()),
+            artifact.file(f"kernels/cpu/{name}/{choose_isa(artifact)}.so"),
+            [tensors[tensor] for tensor in record.weights],
+            pages=room.pages,
+            max_rows=room.max_rows,
+            threads=options.threads or default_threads(),
+        )
     )

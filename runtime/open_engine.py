@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
@@ -35,6 +35,9 @@ from flexspec.runtime.scheduler import Limits
 from flexspec.runtime.step import Executor, OverlappingExecutor
 from flexspec.runtime.tokenizer import Detokenizer, Tokenizer
 from flexspec.types import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from flexspec.runtime.triton_open import GpuModels
 
 CHAT_FILE = "chat_template.jinja"
 _REBUILD = "compile the model again"
@@ -96,7 +99,7 @@ def open_engine(
     record = record_from_json(artifact.read_json("model.json"))
     plan = plan_from_json(artifact.read_json("plan.json"))
     ladder = choose_ladder(options.draft, plan, artifact, record)
-    isa, executor_of = _backend(artifact, record, ladder, options)
+    isa, executor_of = open_backend(artifact, record, ladder, options)
     context, longer_context = context_tokens(record, ladder, options)
     tokenizer = Tokenizer(artifact.read_bytes("tokenizer.json"), record.eos_ids, record.bos_id)
     chat = _chat(artifact, record)
@@ -150,13 +153,19 @@ def ssm_pages(options: ServeOptions, ranks: Sequence[int], context: int) -> int:
     return min(options.pages, max(-(-options.pages // len(ranks)), 2 * (-(-context // PAGE_TOKENS) + 1)))
 
 
-def _backend(
+def open_backend(
     artifact: Artifact, record: ModelRecord, ladder: DraftLadder, options: ServeOptions
 ) -> tuple[str, Callable[[PartRecord, ServeOptions], Executor]]:
     """What the kernels run on, and the maker of a model's executor there."""
     if options.device == "cpu":
         isa = choose_isa(artifact)
         return isa, lambda part, sized: open_cpu(artifact, isa, part, sized)
+    gpu = gpu_models(artifact, record, ladder, options)
+    return gpu.name, lambda part, sized: gpu.executor(part, sized.pages, max(sized.max_rows, sized.max_requests))
+
+
+def gpu_models(artifact: Artifact, record: ModelRecord, ladder: DraftLadder, options: ServeOptions) -> GpuModels:
+    """The artifact on a GPU. Raises as triton_open.py: open_gpu, and ToolchainError without PyTorch."""
     try:
         from flexspec.runtime.triton_open import open_gpu
     except ImportError as error:
@@ -165,8 +174,7 @@ def _backend(
             "pip install torch, or run it with --device cpu",
         ) from None  # fmt: skip
     worst = ladder.worst
-    gpu = open_gpu(artifact, record, options.device, max(worst.max_nodes + 1, worst.ssm_rows))
-    return gpu.name, lambda part, sized: gpu.executor(part, sized.pages, max(sized.max_rows, sized.max_requests))
+    return open_gpu(artifact, record, options.device, max(worst.max_nodes + 1, worst.ssm_rows))
 
 
 def choose_isa(artifact: Artifact) -> str:

@@ -31,6 +31,10 @@ from flexspec.types import DType, Role
 _PLAIN_CONFIG = TileConfig(32, 4, 2)  # for the interpreter, and for GPUs no budget is known of
 
 
+# A node where ranks meet and this rank's operands -> its result.
+Exchange = Callable[[Node, Sequence[torch.Tensor]], torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class _Instruction:
     """One node made ready: the kernel's attention if ``shape`` is given, else the operator's reference."""
@@ -41,6 +45,7 @@ class _Instruction:
     shape: AttentionShape | None
     scale: float
     dead: tuple[str, ...]  # values nobody reads after it
+    meets: bool  # ranks meet in it
 
 
 class TritonExecutor:
@@ -49,7 +54,7 @@ class TritonExecutor:
     ``weights`` are arrays by canonical name: float32, rounded here to the graph's dtype, or already of that dtype
     (bfloat16 as uint16 bits). ``compiled`` are kernels compiled ahead of time, by variant: binaries run on NVIDIA GPUs,
     sources anywhere else; what is missing is compiled at its first use. ``max_tree_tokens`` fixes the row tile and the
-    least number of ancestor words.
+    least number of ancestor words. ``exchange`` meets the other ranks, where the graph is one rank's part.
     Raises WeightError for a missing weight or a wrong shape, ToolchainError when the device cannot run the kernels.
     """
 
@@ -64,14 +69,20 @@ class TritonExecutor:
         compiled: Mapping[Variant, CompiledVariant] | None = None,
         max_tree_tokens: int = 64,
         split_keys: int = SPLIT_KEYS,
+        exchange: Exchange | None = None,
     ) -> None:
         _check_device(graph, device)
         self.graph, self.pages, self.max_rows, self.device = graph, pages, max_rows, torch.device(device)
-        self.vocab_size = _int(graph.types()[graph.outputs[0]].dims[1])
+        self._exchange = exchange
+        sent = {value.name for node in graph.nodes if node.op == "send" for value in node.outputs}
+        types = graph.types()
+        results = [name for name in graph.outputs if types[name].role is not Role.KV and name not in sent]
+        self._logits, self._feature_names = results[:1], results[1:]
+        self.vocab_size = _int(types[results[0]].dims[1]) if results else 0
         limits = [_int(node.attr("max_positions")) for node in graph.nodes if node.op == "rope"]
         self.max_positions = min(limits, default=2**31 - 1)
         self._compiled, self._split_keys = compiled or {}, split_keys
-        self._program = _instructions(graph, max_tree_tokens)
+        self._program = _instructions(graph, max_tree_tokens, alone=exchange is None)
         self._weights = _place_weights(graph, weights, self.device)
         caches = graph.inputs_of(Role.KV)
         self._caches = {
@@ -80,25 +91,35 @@ class TritonExecutor:
             )
             for value in caches
         }
-        self._feature_names = graph.outputs[1 : len(graph.outputs) - len(caches)]
         self._kernels: dict[Variant, Kernels] = {}
 
-    @torch.no_grad()
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
         """One step; the pool is updated in place. Raises EngineError when a kernel does not launch."""
+        result = self.run(batch, want_logits=want_logits, want_features=want_features)
+        assert result is not None, "a whole model has logits"
+        return result
+
+    @torch.no_grad()
+    def run(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult | None:
+        """As ``step``; None from a rank without logits. Raises what ``exchange`` raises, too."""
         assert 0 < len(batch.ids_T) <= self.max_rows, f"{len(batch.ids_T)} rows, at most {self.max_rows}"
         values = self._step_inputs(batch) | self._weights | self._caches
         attend = self._attention_of(batch)
         for each in self._program:
             inputs = [values[name] for name in each.node.inputs]
-            if each.shape is None:
-                results = each.reference(inputs, each.attrs)
-            else:
+            if each.shape is not None:
                 results = attend(each.shape, inputs, each.scale)
+            elif each.meets:
+                assert self._exchange is not None
+                results = (self._exchange(each.node, inputs),)
+            else:
+                results = each.reference(inputs, each.attrs)
             values.update((value.name, result) for value, result in zip(each.node.outputs, results, strict=True))
             for name in each.dead:
                 del values[name]
-        logits_LV = values[self.graph.outputs[0]].float()
+        if not self._logits:
+            return None
+        logits_LV = values[self._logits[0]].float()
         features = [values[name].float() for name in self._feature_names] if want_features else []
         return StepResult(
             argmax_L=logits_LV.argmax(-1).to(torch.int32).cpu().numpy(),  # torch's argmax is the first maximum
@@ -194,20 +215,20 @@ class TritonExecutor:
         return torch.from_numpy(np.asarray(slots, np.int64)).to(self.device)
 
 
-def _instructions(graph: Graph, max_tree_tokens: int) -> tuple[_Instruction, ...]:
+def _instructions(graph: Graph, max_tree_tokens: int, *, alone: bool) -> tuple[_Instruction, ...]:
     last = {name: at for at, node in enumerate(graph.nodes) for name in node.inputs}
     kept = {*graph.outputs, *(value.name for value in graph.inputs)}
     shapes = attention_shapes(graph, max_tree_tokens)
     program = []
     for at, node in enumerate(graph.nodes):
         record, attrs = record_of(node), dict(node.attrs)
-        if record.exchange:  # its reference wants the operands of all ranks
+        if record.exchange and alone:  # its reference wants the operands of all ranks
             raise CompileError(f"graph {graph.name} meets other ranks at a {node.op}", "one rank", "plan one rank")
         scale = attrs.get("scale")
         names = {*node.inputs, *(value.name for value in node.outputs)} - kept
         dead = tuple(sorted(name for name in names if last.get(name, at) <= at))
         scale = scale if isinstance(scale, float) else 1.0
-        program.append(_Instruction(node, attrs, record.reference, shapes.get(at), scale, dead))
+        program.append(_Instruction(node, attrs, record.reference, shapes.get(at), scale, dead, record.exchange))
     return tuple(program)
 
 

@@ -6,7 +6,9 @@ interpreter on the CPU: slow, for checks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +18,10 @@ from flexspec.compiler.model_record import GpuRecord, ModelRecord, PartRecord
 from flexspec.compiler.tensor_file import AnyArray
 from flexspec.errors import ArtifactError, CapacityError, ToolchainError
 from flexspec.graph import Graph
+from flexspec.kernels.triton_aot import CompiledVariant
 from flexspec.kernels.triton_package import read_packaged
-from flexspec.kernels.triton_spec import TARGETS, attention_shapes
+from flexspec.kernels.triton_spec import TARGETS, Variant, attention_shapes
+from flexspec.runtime.distributed_shards import TritonShard
 from flexspec.runtime.triton_executor import TritonExecutor, gpu_architecture
 from flexspec.text import parse_graph
 from flexspec.verifier import verify
@@ -44,24 +48,35 @@ class GpuModels:
         Raises ArtifactError for parts that are missing or do not belong together, CapacityError when the device's
         memory is too small, ToolchainError where the kernels cannot run.
         """
-        graph = parse_graph(self.artifact.read_bytes(f"graph/{part.name}.fsg").decode())
+        graph = self._graph(part.name)
+        self._check_sizes(part, graph)
+        with _memory_for(part.name):
+            return TritonExecutor(
+                graph, self._weights(part.name), pages, max_rows, TORCH_DEVICES[self.device],
+                compiled=self._kernels(graph), max_tree_tokens=self.record.max_tree_tokens,
+            )  # fmt: skip
+
+    def shard(self, name: str, pages: int, max_rows: int) -> TritonShard:
+        """One rank's part of the LLM, as ``name`` in the artifact. Raises as ``executor``."""
+        graph = self._graph(name)
+        weights = self.artifact.tensors(f"weights/{name}.canonical.safetensors")
+        with _memory_for(name):
+            return TritonShard(
+                graph, weights, pages=pages, max_rows=max_rows, device=TORCH_DEVICES[self.device],
+                compiled=self._kernels(graph), max_tree_tokens=self.record.max_tree_tokens,
+            )  # fmt: skip
+
+    def _graph(self, name: str) -> Graph:
+        graph = parse_graph(self.artifact.read_bytes(f"graph/{name}.fsg").decode())
         verify(graph)
+        return graph
+
+    def _kernels(self, graph: Graph) -> dict[Variant, CompiledVariant]:
         shapes = attention_shapes(graph, self.record.max_tree_tokens).values()
-        compiled = {
+        return {
             variant: read_packaged(variant, self.target, self.artifact.read_bytes)
             for variant in dict.fromkeys(shape.variant() for shape in shapes)
         }
-        self._check_sizes(part, graph)
-        try:
-            return TritonExecutor(
-                graph, self._weights(part.name), pages, max_rows, TORCH_DEVICES[self.device], compiled=compiled,
-                max_tree_tokens=self.record.max_tree_tokens,
-            )  # fmt: skip
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(
-                f"no device memory for {part.name} ({str(error).partition('.')[0]})", "room for weights and KV pool",
-                "lower --kv-tokens, or use a GPU with more memory",
-            ) from None  # fmt: skip
 
     def _check_sizes(self, part: PartRecord, graph: Graph) -> None:
         outputs = graph.types()[graph.outputs[0]].dims[-1]
@@ -84,6 +99,17 @@ class GpuModels:
         return {name: files[file][tensor] for name, (file, tensor) in places.items()}
 
 
+@contextmanager
+def _memory_for(name: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"no device memory for {name} ({str(error).partition('.')[0]})", "room for weights and KV pool",
+            "lower --kv-tokens, or use a GPU with more memory",
+        ) from None  # fmt: skip
+
+
 def open_gpu(artifact: Artifact, record: ModelRecord, device: str, tree_rows: int) -> GpuModels:
     """Choose kernels for ``device``; ``tree_rows`` is the largest token tree of the draft plan, the root counted.
 
@@ -92,6 +118,8 @@ def open_gpu(artifact: Artifact, record: ModelRecord, device: str, tree_rows: in
     """
     if device not in TORCH_DEVICES:
         raise ToolchainError(f"device {device!r}", "cpu, cuda or interpret", "name one of them")
+    if device == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     built = [target for target in artifact.manifest.targets if target in TARGETS]
     target = gpu_architecture() if device == "cuda" else next(iter(built), "sm_90")
     if target not in TARGETS:
