@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -141,6 +141,10 @@ class DistributedExecutor:
         reads = bool(part.reads_features)
         return RemoteDrafter(part.name, posts, own, reads_features=reads, clock=time.perf_counter)
 
+    def on_loss(self, told: Callable[[str], None]) -> None:
+        """Have ``told`` called, from any thread, with the reason when another rank is gone, between steps too."""
+        self._seat.watch.tell(told)
+
     def close(self) -> None:
         """Tell the other ranks to end, if they can still be told, and drop this rank's shard. Idempotent."""
         with self._lock:
@@ -177,7 +181,7 @@ class DistributedExecutor:
             try:
                 yield
             except RuntimeError as error:  # torch.distributed's
-                self._lost = f"a rank is gone or silent ({str(error).splitlines()[0]})"
+                self._lost = self._seat.watch.lost or f"a rank is gone or silent ({str(error).splitlines()[0]})"
                 raise EngineError(
                     self._lost, f"{self._seat.world} ranks that answer", "start the server again"
                 ) from None

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from flexspec import __version__
 from flexspec.errors import ArtifactError, PlanError
 from flexspec.graph import Attr, Node
+from flexspec.runtime.distributed_watch import Watch
 
 Rows = NDArray[np.float32]
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -90,6 +91,7 @@ class Seat:
         self.answers = dist.new_group(everyone, timeout=limit)
         self.steps = dist.new_group(everyone, timeout=limit, backend=backend)
         self._groups = {tuple(group): dist.new_group(list(group), limit, backend) for group in groups}
+        self.watch = Watch(self.rank, world, self.control)  # once all connections are made
         self.told, self.answered, self._sent = Outbox(self.control), Outbox(self.answers), Outbox(self.steps)
 
     def _greet(self, digest: str) -> None:
@@ -187,6 +189,7 @@ class Seat:
 
     def close(self) -> None:
         """Leave, once what this rank has sent was read. Raises RuntimeError when a rank is gone."""
+        self.watch.close()
         for outbox in (self.told, self.answered, self._sent):
             outbox.flush()
         dist.destroy_process_group()

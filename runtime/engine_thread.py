@@ -13,6 +13,7 @@ class EngineThread:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._stopping = False
+        self._failure = ""
         self._thread = threading.Thread(target=self._loop, name="flexspec-engine", daemon=True)
         self._thread.start()
 
@@ -22,11 +23,19 @@ class EngineThread:
         self._engine.wanted.set()
         self._thread.join()
 
+    def fail(self, reason: str) -> None:
+        """Have the engine end everything with an error after the current step. Thread-safe; does not wait."""
+        self._failure = reason
+        self._engine.wanted.set()
+
     def _loop(self) -> None:
         while True:
             self._engine.wanted.clear()  # before the step: what comes during it leaves the event set
             if self._stopping:  # after the clear, which may have wiped out close's
                 break
+            if self._failure:
+                self._engine.fail(self._failure)
+                self._failure = ""
             try:
                 busy = self._engine.step()
             except Exception as error:  # our own bug: callers must hear of it, and health must turn red

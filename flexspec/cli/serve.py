@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from socket import socket
 
-    from flexspec.runtime.open_engine import OpenLlm, ServeOptions
+    from flexspec.runtime.engine_thread import EngineThread
+    from flexspec.runtime.open_engine import OpenLlm, Served, ServeOptions
 
 EPILOG = """\
 example:
@@ -73,6 +74,14 @@ def _serve_on_port(args: argparse.Namespace, options: ServeOptions, open_llm: Op
         return _serve(args, options, listener, open_llm)
 
 
+def _end_with_ranks(served: Served, thread: EngineThread) -> None:
+    """Between steps too: a server that cannot answer any more should not wait for a request to find out."""
+    from flexspec.runtime.distributed_executor import DistributedExecutor
+
+    if isinstance(served.engine.executor, DistributedExecutor):
+        served.engine.executor.on_loss(thread.fail)
+
+
 def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, open_llm: OpenLlm | None) -> int:
     from prometheus_client import CollectorRegistry
 
@@ -88,6 +97,8 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, op
     served = open_engine(args.artifact, options, metrics, open_llm)
     name = args.name or args.artifact.name.removesuffix(".fspec")
     thread = EngineThread(served.engine)
+    if open_llm is not None:
+        _end_with_ranks(served, thread)
     limits = Limits(served.context_tokens, served.engine.executor.vocab_size, default_max_tokens=DEFAULT_MAX_TOKENS)
     app = create_app(served.engine, served.tokenizer, served.chat, name, metrics, limits)
     host, port = listener.getsockname()[:2]

@@ -1,0 +1,71 @@
+"""A tiny model compiled for plans of several ranks, what one rank writes with it, and the processes of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from artifacts import PLAN, VOCAB
+from tiny_models import random_weights, write_gguf, write_huggingface
+
+from flexspec.compiler.plan import Plan, Stage
+from flexspec.kernels.cpu_build import supported_isas
+from flexspec.kernels.package import CompileOptions, compile_model
+from flexspec.runtime.open_engine import ServeOptions, open_engine
+from flexspec.sampling import SamplingParams
+from flexspec.types import DType
+
+STAGES = {
+    "tp2": (Stage(0, 2, (0, 1)),),
+    "pp2": (Stage(0, 1, (0,)), Stage(1, 2, (1,))),
+    "ragged": (Stage(0, 1, (2, 0)), Stage(1, 2, (1,))),
+}
+OPTIONS = ("--threads", "1", "--kv-tokens", "2048", "--no-checks")
+PROMPTS = ["hello 12 hello", "the world 12 12", "é 🎉 hello", "x"]
+TIMEOUT_S = 120.0  # for a busy machine; nothing waits for it
+ENDS_WITHIN_S = 5.0
+
+
+def compile_for_ranks(made: Path, names: Sequence[str] = tuple(STAGES)) -> Path:
+    """One LLM, an SSM that is the same model (its drafts are accepted), and an artifact for each plan."""
+    llm = write_gguf(made / "tiny.gguf", random_weights(VOCAB))
+    ssm = write_huggingface(made / "ssm", random_weights(VOCAB))
+    options = CompileOptions(DType.F32, isas=supported_isas()[:1], draft=PLAN)
+    for name in names:
+        plan = Plan(STAGES[name], ((0,),), ((1 << 30, PLAN),), "hand")
+        compile_model(llm, [ssm], made / f"{name}.fspec", replace(options, plan=plan), argv=["flexspec", "compile"])
+    return made
+
+
+def texts_of_one_rank(artifact: Path, asked: Sequence[tuple[str, SamplingParams]]) -> list[str]:
+    """What one rank answers without speculation."""
+    served = open_engine(artifact, ServeOptions(draft="off", threads=1, kv_tokens=2048, measure=False))
+    texts = []
+    for prompt, params in asked:
+        parts: list[str] = []
+        ids = served.tokenizer.encode(prompt, add_special=True)
+        served.engine.submit(ids, params, lambda delta, parts=parts: parts.append(delta.text))  # type: ignore[misc]
+        while served.engine.step():
+            pass
+        texts.append("".join(parts))
+    served.close()
+    return texts
+
+
+def rank_processes(launcher: int) -> dict[int, int]:
+    """Process of each rank, by the environment that the launcher gave it."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    found: dict[int, int] = {}
+    for child in children:
+        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        found.update({int(v[5:]): int(child) for v in variables if v.startswith(b"RANK=")})
+    return found
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there that has not ended; one that has may wait for its new parent to notice."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
