@@ -17,7 +17,7 @@ from flexspec.errors import PartitionError, PlanError
 from flexspec.graph import Graph, Node
 from flexspec.models.config import ModelConfig
 from flexspec.ops.record import Attrs, OpRecord, record_of
-from flexspec.types import DType, Role, TensorType
+from flexspec.types import PAGE_TOKENS, DType, Role, TensorType
 
 Sizes = dict[str, int]
 UNITS = ("front", "block", "back")  # before the blocks, one block, after the blocks
@@ -52,18 +52,23 @@ class RankProfile:
 
     def peak_bytes(self, sizes: Sizes, *, back: bool) -> int:
         """Most bytes of activations alive at once, in two blocks (and after them, with ``back``)."""
-        nodes = self.graph.nodes if back else self.graph.nodes[: len(self.graph.nodes) - len(self.calls["back"])]
-        last = {name: i for i, node in enumerate(nodes) for name in node.inputs}
-        alive: dict[str, int] = {}
-        peak = 0
-        for i, node in enumerate(nodes):
-            for value in node.outputs:
-                if value.type.role is Role.ACTIVATION:
-                    alive[value.name] = value.type.bytes(sizes)
-            peak = max(peak, sum(alive.values()))
-            for name in [name for name in alive if last.get(name, -1) <= i]:
-                del alive[name]
-        return peak
+        nodes = self.graph.nodes
+        return peak_bytes(nodes if back else nodes[: len(nodes) - len(self.calls["back"])], sizes)
+
+
+def peak_bytes(nodes: Sequence[Node], sizes: Sizes) -> int:
+    """Most bytes of activations alive at once when nodes run in order."""
+    last = {name: i for i, node in enumerate(nodes) for name in node.inputs}
+    alive: dict[str, int] = {}
+    peak = 0
+    for i, node in enumerate(nodes):
+        for value in node.outputs:
+            if value.type.role is Role.ACTIVATION:
+                alive[value.name] = value.type.bytes(sizes)
+        peak = max(peak, sum(alive.values()))
+        for name in [name for name in alive if last.get(name, -1) <= i]:
+            del alive[name]
+    return peak
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +124,7 @@ def profile_model(
     return ModelProfile(name, config, dtype, ranks, refused, note)
 
 
-def step_sizes(rows: int, requests: int, context_tokens: int, page_tokens: int = 32) -> Sizes:
+def step_sizes(rows: int, requests: int, context_tokens: int, page_tokens: int = PAGE_TOKENS) -> Sizes:
     """The letters of a step of ``rows`` rows in all, every row with logits (tree verification)."""
     each = -(-rows // requests)
     pages, words = -(-(context_tokens + each) // page_tokens), -(-each // 64)

@@ -26,11 +26,13 @@ from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.open_drafters import choose_ladder, ssm_drafter
 from flexspec.runtime.open_engine import (
     ServeOptions,
+    check_room,
     choose_isa,
     context_tokens,
     default_threads,
     gpu_models,
     open_backend,
+    ranks_here,
     ssm_pages,
     ssms_of,
 )
@@ -66,6 +68,8 @@ def run_follower(path: Path, options: ServeOptions) -> None:
     records, room, rank = _records(artifact), _room(options), int(os.environ["RANK"])
     if not 0 < rank < len(records):
         raise PlanError(f"rank {rank}", f"ranks 0 to {len(records) - 1}", f"start it with --ranks {len(records)}")
+    if ranks_here()[0] == rank:  # the first on its host; rank 0 does so for its own
+        check_room(artifact, model, plan, ladder, options, ranks_here())
     holds = records[rank].stage != NO_STAGE
     shard = _shard(artifact, model, ladder, records[rank], options) if holds else None
     drafters, opened = _drafters(artifact, model, plan, ladder, options)

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from flexspec.compiler.artifact import Artifact, open_artifact
+from flexspec.compiler.kv_slots import STEP_ROWS, longest_request, pages_of, request_slots
 from flexspec.compiler.model_record import LLM, ModelRecord, PartRecord, record_from_json
 from flexspec.compiler.plan import Plan, plan_from_json
+from flexspec.compiler.rank_record import folder_of
 from flexspec.errors import ArtifactError, CapacityError, ToolchainError
 from flexspec.kernels.cpu_build import supported_isas
 from flexspec.kernels.cpu_check import seeded_digest
@@ -28,6 +30,7 @@ from flexspec.runtime.drafters.budget import StepCost
 from flexspec.runtime.drafters.plan import DraftLadder
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.engine import Engine
+from flexspec.runtime.host_memory import Pool, check_memory
 from flexspec.runtime.observer import Observer
 from flexspec.runtime.open_drafters import DEFAULT_DRAFT, cheap_drafters, choose_ladder, ssm_drafter
 from flexspec.runtime.pages import RowGroup, pack_rows
@@ -55,7 +58,7 @@ class ServeOptions:
     threads: int = 0
     kv_tokens: int = 16_384
     max_requests: int = 16
-    max_rows: int = 256
+    max_rows: int = STEP_ROWS
     context_tokens: int = 0  # 0 = as long as the model and the pool allow
     measure: bool = True  # time a few steps at start, so that the tree budget knows its costs
     checks: bool = True  # all digests and the self-test
@@ -63,7 +66,7 @@ class ServeOptions:
     @property
     def pages(self) -> int:
         """KV pages of each model's pool."""
-        return -(-self.kv_tokens // PAGE_TOKENS)
+        return pages_of(self.kv_tokens)
 
 
 @dataclass(slots=True)
@@ -101,6 +104,7 @@ def open_engine(
     ladder = choose_ladder(options.draft, plan, artifact, record)
     isa, executor_of = open_backend(artifact, record, ladder, options)
     context, longer_context = context_tokens(record, ladder, options)
+    check_room(artifact, record, plan, ladder, options, ranks_here() if open_llm else ())
     tokenizer = Tokenizer(artifact.read_bytes("tokenizer.json"), record.eos_ids, record.bos_id)
     chat = _chat(artifact, record)
     with ExitStack() as opened:
@@ -150,7 +154,39 @@ def ssm_pages(options: ServeOptions, ranks: Sequence[int], context: int) -> int:
     """KV pages of an SSM on each of its ranks: their share of the requests, and room for the longest one."""
     if len(ranks) == 1:
         return options.pages
-    return min(options.pages, max(-(-options.pages // len(ranks)), 2 * (-(-context // PAGE_TOKENS) + 1)))
+    return min(options.pages, max(-(-options.pages // len(ranks)), 2 * (pages_of(context) + 1)))
+
+
+def check_room(
+    artifact: Artifact,
+    record: ModelRecord,
+    plan: Plan,
+    ladder: DraftLadder,
+    options: ServeOptions,
+    ranks: Sequence[int] = (),
+) -> None:
+    """Raise CapacityError when what this host will run does not fit into its memory (CPU only).
+
+    ``ranks``: those of the plan that run here; none where the whole model does.
+    """
+    if options.device != "cpu":
+        return
+    context, _ = context_tokens(record, ladder, options)
+    held = {rank for stage in plan.stages for rank in stage.ranks}
+    pools = [Pool(folder_of(rank), options.pages) for rank in ranks if rank in held]
+    pools += [Pool(LLM, options.pages)] if not ranks else []
+    for part, living in ssms_of(record, plan, ladder):
+        pages = ssm_pages(options, living, context) if ranks else options.pages
+        pools += [Pool(part.name, pages)] * (sum(rank in ranks for rank in living) if ranks else 1)
+    check_memory(artifact, pools, max(options.max_rows, options.max_requests), options.max_requests)
+
+
+def ranks_here() -> range:
+    """The ranks that torchrun has put on this host."""
+    import os
+
+    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def open_backend(
@@ -192,12 +228,12 @@ def context_tokens(record: ModelRecord, ladder: DraftLadder, options: ServeOptio
 
     The least of the model's, the pool's with one tree behind it, and the option's.
     """
-    tree = ladder.worst.max_nodes + 1
-    room = options.pages * PAGE_TOKENS - tree
+    nodes = ladder.worst.max_nodes
+    room = longest_request(options.pages, nodes)
     if room < 2:
         raise CapacityError(
             f"a KV pool of {options.kv_tokens} tokens",
-            f"at least {tree + 2} for trees of {tree} nodes",
+            f"at least {request_slots(2, nodes)} for trees of {nodes + 1} nodes",
             "raise --kv-tokens, or choose a smaller --draft",
         )
     model = record.models[0].max_positions

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.compiler.kv_slots import pages_of
 from flexspec.runtime.step import StepBatch
-from flexspec.types import PAGE_TOKENS
 
 
 class PageAllocator:
@@ -28,7 +28,7 @@ class PageAllocator:
 
     def grow(self, held: list[int], slots: int) -> bool:
         """Extend ``held`` until it covers ``slots`` cache slots; False, and nothing taken, when the pool is short."""
-        missing = -(-slots // PAGE_TOKENS) - len(held)
+        missing = pages_of(slots) - len(held)
         if missing > len(self._free):
             return False
         for _ in range(missing):

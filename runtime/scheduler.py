@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.compiler.kv_slots import request_slots
 from flexspec.errors import CapacityError, QueueFullError, RequestError
 from flexspec.runtime.api import OnDelta
 from flexspec.runtime.drafters.plan import WorstCase
@@ -95,7 +96,7 @@ class Scheduler:
 
     def slots_needed(self, prompt_tokens: int, max_tokens: int) -> int:
         """Cache slots a request may ever use: its tokens up to the context limit, and one tree behind them."""
-        return min(prompt_tokens + max_tokens, self.limits.context_tokens) + self.worst.max_nodes + 1
+        return request_slots(min(prompt_tokens + max_tokens, self.limits.context_tokens), self.worst.max_nodes)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, on_delta: OnDelta, vocab_size: int) -> int:
         """Queue a request; returns its id. Raises RequestError, CapacityError or QueueFullError."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from planning import CONFIGS, ENTRIES, make_device, make_link, make_machine, tiny_profile, with_layers
 
 from flexspec.compiler.cost import all_gather_us, all_reduce_us, broadcast_us, hop_us, interpolate, op_us, unit_us
 from flexspec.compiler.machine import NodeKind
-from flexspec.compiler.memory import Workload, cache_tokens, rank_bytes
+from flexspec.compiler.memory import Workload, cache_tokens, graph_bytes, rank_bytes
+from flexspec.compiler.pipeline import LLM_PASSES, run_passes
 from flexspec.compiler.plan_models import check_same_vocabulary, open_profile
 from flexspec.compiler.problem import Problem, SsmPlace
 from flexspec.compiler.profile import step_sizes
 from flexspec.errors import ModelConfigError, PlanError
-from flexspec.types import DType
+from flexspec.models.registry import build_model
+from flexspec.types import PAGE_TOKENS, DType
 from repository import ROOT
 
 EXAMPLES = ROOT / "examples" / "configs"
@@ -90,6 +94,19 @@ def test_memory_is_linear_in_blocks_and_counts_everything() -> None:
     assert rank.shared_bytes == 2 * 256 * 48  # tied: counted once where both ends meet
     assert whole.tree_scratch >= 4 * 28 * 256
     assert sum(count for _, count in whole.table()[:-2]) == whole.total
+
+
+@pytest.mark.parametrize("name", ["gqa", "mha", "ragged"])
+def test_what_is_planned_is_what_is_served(name: str) -> None:
+    """The planner knows a model by two blocks, the server by its whole graph: the bytes are the same."""
+    config = replace(CONFIGS[name], layers=5)
+    graph = run_passes(build_model(config, DType.BF16), LLM_PASSES)
+    for work in (Workload(1, 100, 7), Workload(4, 64, 1), Workload(80, 33, 9)):
+        planned = rank_bytes(
+            with_layers(tiny_profile(name), 5), 1, 5, work, make_device(), first=True, last=True
+        )  # fmt: skip
+        served = graph_bytes(graph, {**work.sizes(), "P": cache_tokens(work) // PAGE_TOKENS})
+        assert replace(planned, reserve=0, limit=0) == served, work
 
 
 def test_refusal_shows_the_table() -> None:
