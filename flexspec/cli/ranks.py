@@ -84,14 +84,14 @@ def _run(artifact: Path, options: ServeOptions, serve: Callable[[OpenLlm | None]
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel end this process when the launcher dies (Linux); rank 0 as by SIGTERM, which lets answers end.
+    """Have the kernel end this process when the launcher dies (Linux).
 
-    Before anything slow: a launcher that dies while its ranks start must not leave them behind.
+    Before anything slow: a launcher that dies while its ranks start must not leave them behind. SIGKILL on rank 0 too:
+    the signal may come once for each thread of the launcher, and a second SIGTERM would not let answers finish either.
     """
     if sys.platform != "linux":
         return
-    number = signal.SIGTERM if os.environ.get("RANK") == "0" else signal.SIGKILL
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = os.environ.get(LAUNCHER)
     if launcher and os.getppid() != int(launcher):  # it died before the kernel was told
         os._exit(1)
