@@ -57,9 +57,10 @@ class StageProgram:
         # What a prefix of b blocks may take at most if the rest, at its fastest, is to stay below the ceiling.
         room = (ceiling_us - fixed_us) * (1 + 1e-12) - (blocks - np.arange(blocks + 1)) * rest_us
         self.room = np.minimum(room, sys.float_info.max)  # inf is never within it
-        rows, columns = np.arange(self.n + 1)[:, None], np.arange(1, self.n + 1)[None]
-        self.reach = np.where(rows >= columns, rows - columns, self.n + 1)  # the last entry of a padded vector is inf
-        self.padded = np.full(blocks + 2, INF)
+        # earlier[i, j] is what stands at i - j - 1 blocks, inf below 0: a view, so that a vector is written once.
+        padded = np.full(2 * blocks + 1, INF)
+        self.present, step = padded[blocks:], padded.strides[0]
+        self.earlier = np.lib.stride_tricks.as_strided(padded[blocks - 1 :], (blocks + 1, blocks), (step, -step))
         self.nodes: dict[tuple[tuple[int, ...], int], _Node] = {}
         self.exits: dict[tuple[int, ...], dict[int, Vector]] = {}
         self.best = INF
@@ -118,8 +119,8 @@ class StageProgram:
         last = entry[self.n - 1 :: -1] + self.costs[kind, degree, False, True][1:]
         blocks = int(np.argmin(last)) + 1
         self._finish(node, used, degree, float(last[blocks - 1]), blocks)
-        self.padded[:-1] = entry
-        added: Vector = (self.padded[self.reach] + self.costs[kind, degree, False, False][1:]).min(axis=1)
+        self.present[:] = entry
+        added: Vector = (self.earlier + self.costs[kind, degree, False, False][1:]).min(axis=1)
         return added
 
     def _sources(self, node: _Node, used: int) -> dict[int, Vector]:
