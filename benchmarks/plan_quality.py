@@ -58,11 +58,11 @@ def row(problem: Problem) -> str:
         off = f"{search(problem, places=[SsmPlace('none')])[0].value_us / best.value_us:.2f}"
     except PlanError:
         off = "none fits"
-    return f"{head}| {plan_words(best)} | {uniform} | {off} | {seconds:.2f} |"
+    return f"{head}| {plan_words(problem, best)} | {uniform} | {off} | {seconds:.2f} |"
 
 
-def plan_words(plan: Candidate) -> str:
-    return f"{describe(plan)}; {plan.entry.draft.split('/')[0]}"
+def plan_words(problem: Problem, plan: Candidate) -> str:
+    return f"{describe(problem, plan)}; {plan.entry.draft.split('/')[0]}"
 
 
 def main() -> None:

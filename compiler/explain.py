@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexspec.compiler.memory import rank_bytes
@@ -66,7 +68,7 @@ def _why_not(problem: Problem, best: Candidate, degree: int, plans: list[Candida
         return "no node has so many devices, and a stage stays inside a node"
     if plans:
         ratio = plans[0].value_us / best.value_us
-        return f"best plan with only this degree: {ratio:.2f} times the time ({describe(plans[0])})"
+        return f"best plan with only this degree: {ratio:.2f} times the time ({describe(problem, plans[0])})"
     count = sum(kind.devices // degree * kind.count for kind in problem.machine.kinds)
     blocks = -(-problem.llm.blocks // max(1, min(count, problem.llm.blocks)))
     kind = max(problem.machine.kinds, key=lambda each: each.device.memory_bytes.effective)
@@ -77,12 +79,33 @@ def _why_not(problem: Problem, best: Candidate, degree: int, plans: list[Candida
     )
 
 
-def describe(plan: Candidate) -> str:
-    """A plan in a few words: stages by degree, and the SSM."""
-    stages = " + ".join(f"TP{cut.degree}x{cut.blocks}" for cut in plan.cuts)
-    if len({cut.degree for cut in plan.cuts}) == 1 and len(plan.cuts) > 3:
-        stages = f"{len(plan.cuts)} stages of TP{plan.cuts[0].degree}"
-    return f"{stages}, {'' if plan.place.name == 'none' else 'SSM '}{PLACE_WORDS[plan.place.name]}"
+def describe(problem: Problem, plan: Candidate) -> str:
+    """A plan in a few words: degree and blocks of the stages, and the SSM."""
+    several = len(problem.machine.kinds) > 1
+    parts = []
+    for (kind, degree), group in itertools.groupby(plan.cuts, key=lambda cut: (cut.kind, cut.degree)):
+        blocks = [cut.blocks for cut in group]
+        device = f" {problem.kind(kind).device.name}" if several else ""
+        times = f"{len(blocks)} x " if len(blocks) > 1 else ""
+        parts.append(f"{times}TP {degree}{device} ({_blocks(blocks)})")
+    return f"{' + '.join(parts)}, {place_words(plan)}"
+
+
+def _blocks(counts: Sequence[int]) -> str:
+    """``40 blocks``, ``39 and 41 blocks``, ``9 to 12 blocks``."""
+    if len(set(counts)) == 1:
+        return f"{counts[0]} block{'s' if counts[0] > 1 else ''}{' each' if len(counts) > 1 else ''}"
+    if len(counts) == 2:
+        return f"{counts[0]} and {counts[1]} blocks"
+    return f"{min(counts)} to {max(counts)} blocks"
+
+
+def place_words(plan: Candidate) -> str:
+    """Where the SSMs of a plan live. With one stage, "last" is "first"."""
+    if plan.place.name == "none":
+        return PLACE_WORDS["none"]
+    name = "first" if len(plan.cuts) == 1 and plan.place.name == "last" else plan.place.name
+    return f"SSM {PLACE_WORDS[name]}"
 
 
 def _notes(problem: Problem, best: Candidate, by_hand: list[Candidate], measured_with: str) -> list[str]:

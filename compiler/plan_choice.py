@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexspec.compiler.acceptance_profile import OFF, DraftEntry
-from flexspec.compiler.memory import RankBytes
+from flexspec.compiler.memory import RankBytes, ssm_bytes
 from flexspec.compiler.plan import Plan, Stage
 from flexspec.compiler.problem import Pool, Problem, SsmPlace
 from flexspec.compiler.prove import Certificate
@@ -208,3 +208,16 @@ def plan_bytes(problem: Problem, place: SsmPlace, cuts: Sequence[Cut]) -> list[R
 def least_free_bytes(problem: Problem, place: SsmPlace, cuts: Sequence[Cut]) -> float:
     """Bytes free on the fullest device; below 0 the plan does not fit."""
     return min([problem.drafting_free_bytes(place), *(held.free for held in plan_bytes(problem, place, cuts))])
+
+
+def drafting_bytes(problem: Problem, place: SsmPlace, layout: Layout) -> dict[int, RankBytes]:
+    """What SSMs take on each device that drafts, whether a stage is there too or not."""
+    found: dict[int, RankBytes] = {}
+    for ssm, devices in zip(problem.ssms, layout.ssms, strict=False):
+        for device in devices:
+            kind = problem.kind(problem.machine.node_kind(problem.machine.device_node(device))).device
+            held = problem.ssm_share_of(ssm) if place.name == "all" else ssm_bytes(ssm, problem.workload)
+            before = found[device].ssm if device in found else 0
+            reserve, limit = int(kind.reserve_bytes.effective), int(kind.memory_bytes.effective)
+            found[device] = RankBytes(0, 0, 0, 0, 0, before + held, reserve, limit)
+    return found

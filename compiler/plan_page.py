@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from flexspec.compiler.acceptance_profile import AcceptanceProfile
-from flexspec.compiler.explain import Explanation, describe
-from flexspec.compiler.plan_choice import Layout, place_devices, plan_bytes
-from flexspec.compiler.problem import PLACE_WORDS, Problem
+from flexspec.compiler.explain import Explanation, describe, place_words
+from flexspec.compiler.memory import RankBytes, cache_tokens
+from flexspec.compiler.plan_choice import Layout, drafting_bytes, place_devices, plan_bytes
+from flexspec.compiler.problem import Problem
 from flexspec.compiler.prove import Certificate
 from flexspec.compiler.rounds import Prices, RoundCost, round_cost
 from flexspec.compiler.search import Candidate
 
 BAR = 40
 _MARKS = (("weights", "#"), ("kv", "k"), ("ssm", "s"), ("activations", "a"), ("tree_scratch", "t"), ("buffers", "b"))
+PLAN_TITLE = "PLAN (TP n: every matrix is split over n devices; the machine's devices are numbered node by node)"
 _LEGEND = "# weights, k KV, s SSM, a activations, t tree, b buffers, r reserve"
 
 
@@ -23,13 +25,14 @@ def plan_page(
 ) -> str:
     """The whole page."""
     best = why.best
+    layout = place_devices(problem, best.place, best.cuts)
     parts = [
         _head(problem),
-        _section("PLAN", _stage_lines(problem, best, place_devices(problem, best.place, best.cuts))),
-        _section("ROUND of one micro-batch", _timeline(problem, best)),
-        _section(f"MEMORY of a rank ({_LEGEND})", _memory(problem, best)),
+        _section(PLAN_TITLE, _stage_lines(problem, best, layout)),
+        _section(_round_title(best), _timeline(problem, best)),
+        _section(f"MEMORY of a device ({_LEGEND})", _memory(problem, best, layout)),
         _section("LADDER: what runs at each batch size", _ladder(why)),
-        _section("RUNNERS-UP", _runners(why)),
+        _section("RUNNERS-UP", _runners(problem, why)),
         _section("WHY NOT", [f"TP {degree}: {reason}" for degree, reason in why.why_not] or ["every degree is used"]),
         _section("NOTES", list(why.notes)),
         _section("PROOF", _proof(certificate, best)),
@@ -42,13 +45,13 @@ def score_page(problem: Problem, plan: Candidate, layout: Layout, best: Candidat
     """The page of a hand-written plan on the devices that it names, beside the best."""
     parts = [
         _head(problem),
-        _section("YOUR PLAN", _stage_lines(problem, plan, layout)),
-        _section("ROUND of one micro-batch", _timeline(problem, plan)),
-        _section(f"MEMORY of a rank ({_LEGEND})", _memory(problem, plan)),
+        _section(f"YOUR {PLAN_TITLE}", _stage_lines(problem, plan, layout)),
+        _section(_round_title(plan), _timeline(problem, plan)),
+        _section(f"MEMORY of a device ({_LEGEND})", _memory(problem, plan, layout)),
     ]
     if best:
         ratio = plan.value_us / best.value_us
-        parts.append(_section("BESIDE THE BEST", [f"{ratio:.2f} times the time of {describe(best)}"]))
+        parts.append(_section("BESIDE THE BEST", [f"{ratio:.2f} times the time of {describe(problem, best)}"]))
     return "\n".join(parts)
 
 
@@ -63,10 +66,12 @@ def _head(problem: Problem) -> str:
         "throughput": "most tokens per second",
         "goodput": f"most tokens per second at no more than {problem.limit_us / 1e3:g} ms a token",
     }[problem.objective]
+    machine, load = problem.machine, f"{problem.requests} requests at once, each"
     return (
-        f"{problem.llm.name}{ssms} on {problem.machine.name} ({problem.machine.devices} devices, "
-        f"{problem.machine.nodes} {'nodes' if problem.machine.nodes > 1 else 'node'})\n"
-        f"{problem.requests} requests of {problem.context_tokens} tokens, {problem.llm.dtype.value}; {goal}\n"
+        f"{problem.llm.name}{ssms} on {machine.name} ({machine.devices} device{'s' if machine.devices > 1 else ''}, "
+        f"{machine.nodes} node{'s' if machine.nodes > 1 else ''})\n"
+        f"{load if problem.requests > 1 else 'one request'} of {problem.context_tokens} tokens; "
+        f"{problem.llm.dtype.value}; {goal}\n"
     )
 
 
@@ -76,6 +81,7 @@ def cost_of(problem: Problem, plan: Candidate) -> RoundCost:
 
 def _stage_lines(problem: Problem, plan: Candidate, layout: Layout) -> list[str]:
     cost = cost_of(problem, plan)
+    drafts = {"first": 0, "last": len(plan.cuts) - 1}.get(plan.place.name, -1)
     lines, first = [], 0
     for i, (cut, devices) in enumerate(zip(plan.cuts, layout.stages, strict=True)):
         if i:
@@ -83,21 +89,29 @@ def _stage_lines(problem: Problem, plan: Candidate, layout: Layout) -> list[str]
             lines.append(f"   | hop {way:34s} {cost.hops_us[i - 1] / 1e3:8.2f} ms")
         where = f"{problem.kind(cut.kind).device.name} {spans(devices)}"
         blocks = f"blocks {first}-{first + cut.blocks - 1}"
-        lines.append(f"stage {i}: {blocks:14s} TP {cut.degree}  {where:22s} {cost.stages_us[i] / 1e3:8.2f} ms")
+        time = f"{cost.stages_us[i] / 1e3:8.2f} ms{', drafting included' if i == drafts else ''}"
+        lines.append(f"stage {i}: {blocks:14s} TP {cut.degree}  {where:22s} {time}")
         first += cut.blocks
-    where = "none" if plan.place.name == "none" else PLACE_WORDS[plan.place.name]
-    lines.append(f"SSM: {where}; draft plan {plan.entry.draft}")
-    tokens = plan.entry.committed_tokens
-    lines.append(
-        f"batch of {plan.batch} in {plan.micro_batches} micro-batches of {plan.micro}: a round every "
-        f"{plan.period_us / 1e3:.2f} ms = max(latency {cost.latency_us / 1e3:.2f}, {plan.micro_batches} x busiest part "
-        f"{cost.bottleneck_us / 1e3:.2f})"
-    )
-    lines.append(
-        f"{tokens:g} tokens a round and request: {plan.per_token_us / 1e3:.2f} ms a token, "
-        f"{plan.tokens_per_s:.1f} tokens/s"
-    )
-    return lines
+    own = f" {spans([device for ssm in layout.ssms for device in ssm])}" if plan.place.name == "own" else ""
+    lines.append(f"{place_words(plan)}{own}; draft plan {plan.entry.draft}")
+    return lines + _rate_lines(plan, cost)
+
+
+def _rate_lines(plan: Candidate, cost: RoundCost) -> list[str]:
+    """How often a round comes, and what it brings."""
+    latency, busiest = f"{cost.latency_us / 1e3:.2f} ms", f"{cost.bottleneck_us / 1e3:.2f} ms"
+    every = f"a round every {plan.period_us / 1e3:.2f} ms"
+    if plan.micro_batches == 1:
+        lines = [f"all {plan.batch} requests go through together: {every}"] if plan.batch > 1 else [every]
+    else:
+        count = plan.micro_batches
+        lines = [
+            f"{plan.batch} requests go through in {count} micro-batches of {plan.micro}: {every},",
+            f"  the longer of a micro-batch's whole round, {latency}, and {count} x the busiest part, {busiest}",
+        ]
+    each = "" if plan.batch == 1 else " of each request"
+    tokens = f"a round commits {plan.entry.committed_tokens:g} tokens{each}: {plan.per_token_us / 1e3:.2f} ms a token"
+    return [*lines, f"{tokens}, {plan.tokens_per_s:.1f} tokens/s{' in all' if plan.batch > 1 else ''}"]
 
 
 def spans(devices: Sequence[int]) -> str:
@@ -131,6 +145,10 @@ def timeline(problem: Problem, plan: Candidate) -> list[tuple[str, float]]:
     return [(name, us) for name, us in rows if us > 0.0005]
 
 
+def _round_title(plan: Candidate) -> str:
+    return f"ROUND of {'one micro-batch' if plan.micro_batches > 1 else 'all requests'}, from draft to commit"
+
+
 def _timeline(problem: Problem, plan: Candidate) -> list[str]:
     rows = timeline(problem, plan)
     total, start, lines = sum(us for _, us in rows), 0.0, []
@@ -142,16 +160,33 @@ def _timeline(problem: Problem, plan: Candidate) -> list[str]:
     return lines
 
 
-def _memory(problem: Problem, plan: Candidate) -> list[str]:
-    lines = []
-    for i, held in enumerate(plan_bytes(problem, plan.place, plan.cuts)):
-        bar = "".join(mark * round(getattr(held, name) / held.limit * BAR) for name, mark in _MARKS)
+def memory_rows(problem: Problem, plan: Candidate, layout: Layout) -> list[tuple[str, RankBytes]]:
+    """(what lives there and on which devices, bytes of one of them) for all devices that hold anything."""
+    held = plan_bytes(problem, plan.place, plan.cuts)
+    rows = [(f"stage {i}, {spans(layout.stages[i])}", each) for i, each in enumerate(held)]
+    staged = {device for stage in layout.stages for device in stage}
+    for device, each in sorted(drafting_bytes(problem, plan.place, layout).items()):
+        if device not in staged:
+            rows.append((f"SSM, {device}", each))
+    return rows
+
+
+def _memory(problem: Problem, plan: Candidate, layout: Layout) -> list[str]:
+    rows = memory_rows(problem, plan, layout)
+    width, lines = max(len(name) for name, _ in rows), []
+    for name, held in rows:
+        bar = "".join(mark * round(getattr(held, part) / held.limit * BAR) for part, mark in _MARKS)
         bar += "r" * round(held.reserve / held.limit * BAR)
-        lines.append(
-            f"stage {i} |{bar[:BAR]:{BAR}s}| {held.total / 1e9:.1f} of {held.limit / 1e9:.1f} GB "
-            f"(weights {held.weights / 1e9:.2f}, KV {held.kv / 1e9:.2f})"
-        )
-    return lines
+        parts = [("weights", held.weights), ("KV", held.kv), ("SSM", held.ssm)]
+        inside = ", ".join(f"{part} {count / 1e9:.2f}" for part, count in parts if count)
+        line = f"{name:{width}s} |{bar[:BAR]:{BAR}s}| {held.total / 1e9:.1f} of {held.limit / 1e9:.1f} GB ({inside})"
+        lines.append(line)
+    idle = problem.machine.devices - sum(map(len, layout.stages)) - sum(name.startswith("SSM") for name, _ in rows)
+    lines += [f"{idle} devices hold nothing" if idle > 1 else "1 device holds nothing"] if idle else []
+    more = [
+        held.free * cache_tokens(problem.workload) // held.kv // problem.requests for _, held in rows if held.kv
+    ]  # fmt: skip
+    return [*lines, f"the fullest stage has room for {min(more):,} more tokens of each request"]
 
 
 def _ladder(why: Explanation) -> list[str]:
@@ -164,13 +199,13 @@ def _ladder(why: Explanation) -> list[str]:
     return lines
 
 
-def _runners(why: Explanation) -> list[str]:
-    lines = [f"{each.value_us / why.best.value_us:6.3f} times the time: {describe(each)}" for each in why.runners]
+def _runners(problem: Problem, why: Explanation) -> list[str]:
+    lines = [
+        f"{each.value_us / why.best.value_us:6.3f} times the time: {describe(problem, each)}" for each in why.runners
+    ]
     if why.by_hand:
-        ratio = why.by_hand.value_us / why.best.value_us
-        lines.append(
-            f"best of equal stages and one degree, as written by hand: {ratio:.3f} times ({describe(why.by_hand)})"
-        )
+        ratio, plan = why.by_hand.value_us / why.best.value_us, describe(problem, why.by_hand)
+        lines.append(f"best of equal stages and one degree, as written by hand: {ratio:.3f} times ({plan})")
     return lines
 
 
@@ -178,12 +213,19 @@ def _proof(certificate: Certificate | None, best: Candidate) -> list[str]:
     if certificate is None:
         return ["found by an exact search; --prove checks it with separate code"]
     size = f"{certificate.plans:,}" if certificate.plans < 10**12 else f"{float(certificate.plans):.1e}"
+    ways = f"{size} plans (times {certificate.choices} ways to run them)"
     if certificate.proven:
         how = f"{certificate.method}, {certificate.examined:,} examined"
-        return [f"no plan of {size} (times {certificate.choices} ways to run them) is better: {how}"]
+        lines = [f"none of {ways} is better: {how}"]
+        if certificate.free_bytes is not None:
+            free = certificate.free_bytes / 1e9
+            lines.append(f"and none that is as good leaves more memory free on its fullest device, {free:.2f} GB")
+        return lines
     return [
-        f"{certificate.method} over {size} plans: best {best.value_us:.1f} us, bound {certificate.bound_us:.1f} us, "
-        f"gap {certificate.gap:.1%} after {certificate.examined:,} partial plans"
+        f"separate code found no better one of {ways} in {certificate.examined:,} steps of {certificate.method},",
+        f"and showed that none takes less than {certificate.bound_us / best.value_us:.3f} times this time (gap "
+        f"{certificate.gap:.1%});",
+        "that this one is the best rests on the search, which is exact",
     ]
 
 
@@ -215,7 +257,7 @@ def plan_json(
         "acceptance": acceptance.source() if acceptance else None,
     }
     if why:
-        body["runners_up"] = [{"plan": describe(c), "times": c.value_us / plan.value_us} for c in why.runners]
+        body["runners_up"] = [{"plan": describe(problem, c), "times": c.value_us / plan.value_us} for c in why.runners]
         body["why_not"] = {str(degree): reason for degree, reason in why.why_not}
         body["notes"] = list(why.notes)
     return body

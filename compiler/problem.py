@@ -91,8 +91,11 @@ class Problem:
     @cached_property
     def ssm_share_bytes(self) -> int:
         """All SSMs on one device when every device drafts for an equal share of the requests."""
-        share = replace(self.workload, requests=-(-self.requests // self.machine.devices))
-        return sum(ssm_bytes(ssm, share) for ssm in self.ssms)
+        return sum(self.ssm_share_of(ssm) for ssm in self.ssms)
+
+    def ssm_share_of(self, ssm: ModelProfile) -> int:
+        """One SSM on one device, likewise."""
+        return ssm_bytes(ssm, replace(self.workload, requests=-(-self.requests // self.machine.devices)))
 
     def kind(self, number: int) -> NodeKind:
         return self.machine.kinds[number]

@@ -57,7 +57,9 @@ class Candidate:
         return self.batch * self.entry.committed_tokens / self.period_us * 1e6
 
     def structure(self) -> tuple[str, tuple[Cut, ...]]:
-        return self.place.name, self.cuts
+        """What makes two plans different ones. The only stage is the first and the last."""
+        only = len(self.cuts) == 1 and self.place.name == "last"
+        return "first" if only else self.place.name, self.cuts
 
 
 def search(problem: Problem, *, degrees: Sequence[int] = (), places: Sequence[SsmPlace] = ()) -> list[Candidate]:

@@ -140,13 +140,14 @@ def _pareto(problem: Problem, as_json: bool) -> int:
     if as_json:
         rows = [
             {"ms_per_token": c.per_token_us / 1e3, "tokens_per_s": c.tokens_per_s, "batch": c.batch,
-             "micro_batches": c.micro_batches, "draft": c.entry.draft, "plan": describe(c)} for c in front
+             "micro_batches": c.micro_batches, "draft": c.entry.draft, "plan": describe(problem, c)} for c in front
         ]  # fmt: skip
         print(json.dumps(rows, indent=1))
         return 0
     print(f"{'ms a token':>10s}  {'tokens/s':>9s}  batch")
     for c in front:
-        print(f"{c.per_token_us / 1e3:10.2f}  {c.tokens_per_s:9.1f}  {c.batch:5d}  {c.entry.draft}; {describe(c)}")
+        rates = f"{c.per_token_us / 1e3:10.2f}  {c.tokens_per_s:9.1f}  {c.batch:5d}"
+        print(f"{rates}  {c.entry.draft}; {describe(problem, c)}")
     return 0
 
 

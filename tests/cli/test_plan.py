@@ -155,6 +155,30 @@ def test_stages_stay_inside_a_node(capsys: pytest.CaptureFixture[str], tmp_path:
     assert code == 2 and "2 nodes" in err
 
 
+def test_every_device_is_accounted_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A bar for each stage and for a device that only drafts; the others are said to be idle."""
+    path = tmp_path / "hand.toml"
+    path.write_text(HAND.replace('"first"', '"own"\nssm_devices = [7]').replace("[4, 5, 6, 7]", "[4, 5]"))
+    code, _, err = run(capsys, "--score", str(path))
+    assert code == 2 and "a rank of stage 1 (40 blocks, degree 2, A10) needs" in err and "weights" in err
+    small = ["--score", str(path), "--machine", "a100x8"]
+    path.write_text(path.read_text().replace("[7]", "[6]"))
+    code, out, _ = run(capsys, *small)
+    rows = out[out.index("MEMORY") : out.index("BESIDE")].splitlines()[1:-1]
+    assert code == 0 and "own 6;" in out
+    assert [row.split("|")[0].strip() for row in rows] == [
+        "stage 0, 0-3", "stage 1, 4-5", "SSM, 6", "1 device holds nothing", rows[-1].strip(),
+    ]  # fmt: skip
+    assert "more tokens of each request" in rows[-1]
+
+
+def test_one_stage_is_the_first_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is one plan under two names is not its own runner-up."""
+    code, out, _ = run(capsys, "--machine", "h100x8", "--requests", "2")
+    runners = out[out.index("RUNNERS-UP") : out.index("WHY NOT")]
+    assert code == 0 and " 1.000 times" not in runners and runners.count("TP 8 (80 blocks), SSM with stage 0") <= 1
+
+
 def test_front_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--pareto", "--requests", "4", "--json")
     rows = json.loads(out)
