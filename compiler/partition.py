@@ -7,13 +7,20 @@ shares.py; this file writes the graphs. See docs/design/partition.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flexspec.compiler.check_ranks import check_ranks
 from flexspec.compiler.dead_values import dead_values
 from flexspec.compiler.plan import Stage
-from flexspec.compiler.shard_layouts import WHOLE, ShardedNode, State, shard_layouts, whole_layouts
+from flexspec.compiler.shard_layouts import (
+    WHOLE,
+    ShardedNode,
+    State,
+    check_layout_names,
+    shard_layouts,
+    whole_layouts,
+)
 from flexspec.compiler.shares import WeightSlice
 from flexspec.compiler.stage_cuts import Crossing, StageCut, cut_stages
 from flexspec.errors import PartitionError
@@ -37,16 +44,20 @@ class RankPart:
     results: int  # how many outputs are those of the whole graph
 
 
-def partition(graph: Graph, stages: Sequence[Stage]) -> tuple[RankPart, ...]:
+def partition(
+    graph: Graph, stages: Sequence[Stage], *, prefer: Mapping[str, str] | None = None
+) -> tuple[RankPart, ...]:
     """The parts of all ranks, by stage and then in the order of the stage's ranks; each graph is verified.
 
+    ``prefer`` names layouts of operators that are taken where each rank gets a part (``{"moe_experts": "experts"}``).
     Raises PartitionError for stages that do not fit the graph, and for what cannot be cut to a stage's degree.
     """
+    check_layout_names(prefer or {})
     cuts = cut_stages(dead_values(graph), stages)
     parts: list[RankPart] = []
     for number, cut in enumerate(cuts):
         degree = cut.stage.degree
-        layouts = shard_layouts(cut.graph) if degree > 1 else whole_layouts(cut.graph)
+        layouts = shard_layouts(cut.graph, degree, prefer) if degree > 1 else whole_layouts(cut.graph)
         _check_axes(layouts, degree)
         for part, rank in enumerate(cut.stage.ranks):
             writer = _RankWriter(cut, cuts, part)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -63,16 +63,21 @@ def run_passes(graph: Graph, passes: Sequence[Pass], dump_dir: Path | None = Non
 
 
 def lower_ranks(
-    graph: Graph, stages: Sequence[Stage], passes: Sequence[Pass], dump_dir: Path | None = None
+    graph: Graph,
+    stages: Sequence[Stage],
+    passes: Sequence[Pass],
+    dump_dir: Path | None = None,
+    *,
+    prefer: Mapping[str, str] | None = None,
 ) -> tuple[RankPart, ...]:
-    """The graph cut for every rank of the stages, each part then lowered by the passes.
+    """The graph cut for every rank of the stages (``prefer`` as for partition), each part then lowered by the passes.
 
     With ``dump_dir`` the dumps of a rank stand in ``rankN`` there, ``00_input.fsg`` being its graph before the passes.
     Raises PartitionError for stages that do not fit the graph, and what run_passes raises. That the parts still fit
     together is checked at the end.
     """
     parts = []
-    for part in partition(graph, stages):
+    for part in partition(graph, stages, prefer=prefer):
         folder = dump_dir / f"rank{part.rank}" if dump_dir is not None else None
         lowered = run_passes(part.graph, passes, folder)
         read = {value.name for value in lowered.inputs}

@@ -2,11 +2,13 @@
 
 Greedy, in execution order: an operator takes the layout that costs the fewest exchanges for its operands, then the one
 that cuts the most weight elements, then the fewest local cuts, then the first declared. On a decoder this finds the
-usual column and row cuts. It knows no operator by name, and no rank: who holds what is settled by shares.py.
+usual column and row cuts. A caller may prefer a layout of an operator by name. This file knows no operator by name, and
+no rank: who holds what is settled by shares.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flexspec.compiler.shares import Axis
@@ -46,6 +48,8 @@ class _Solver:
     graph: Graph
     types: dict[str, TensorType]
     free: set[str]  # weights and caches: they lie as their reader wants them
+    prefer: Mapping[str, str]  # operator: its layout that is taken where each rank has a part
+    degree: int
     states: dict[str, list[State]] = field(default_factory=dict)  # in which a value is at hand, first the one it has
 
     def cost(self, name: str, dim: int | str | None) -> tuple[int, int] | None:
@@ -98,7 +102,17 @@ class _Solver:
                 "operators whose records declare tensor-parallel layouts",
                 "declare one in the operator's record, or plan stages of one rank (a graph is cut only once)",
             )
+        wanted = [layout for _, layout in legal if layout.name == self.prefer.get(node.op)]
+        if wanted and self.parts(node, wanted[0]) >= self.degree:
+            return self.settle(node, wanted[0])
         return self.settle(node, min(legal, key=lambda each: each[0])[1])
+
+    def parts(self, node: Node, layout: TpLayout) -> int:
+        """Into how many parts a layout can cut its operands at most."""
+        kinds = [self.types[name] for name in node.inputs]
+        dims = [(kind, layout.input_dim(position)) for position, kind in enumerate(kinds)]
+        cut = [kind.dims[dim] for kind, dim in dims if isinstance(dim, int)]
+        return min((size for size in cut if isinstance(size, int)), default=0)
 
     def settle(self, node: Node, layout: TpLayout) -> ShardedNode:
         """Take the layout: unite the axes of what it cuts alike, and note how operands and results lie."""
@@ -138,13 +152,26 @@ class _Solver:
         return state
 
 
-def shard_layouts(graph: Graph) -> tuple[ShardedNode, ...]:
-    """Layouts of all nodes, in order. Raises PartitionError for an operator that has none that fits."""
+def shard_layouts(graph: Graph, degree: int, prefer: Mapping[str, str] | None = None) -> tuple[ShardedNode, ...]:
+    """Layouts of all nodes, in order, for ``degree`` ranks. Raises PartitionError for an operator that none fits.
+
+    ``prefer``: for an operator, the name of a layout to take where it is legal and has a part for each rank.
+    """
     free = {value.name for value in graph.inputs if value.type.role in (Role.WEIGHT, Role.KV)}
-    solver = _Solver(graph, graph.types(), free)
+    solver = _Solver(graph, graph.types(), free, prefer or {}, degree)
     for value in graph.inputs:
         solver.states[value.name] = [] if value.name in free else [WHOLE]
     return tuple(solver.choose(node) for node in graph.nodes)
+
+
+def check_layout_names(prefer: Mapping[str, str]) -> None:
+    """Raise PartitionError for a layout that its operator does not have, GraphError for an unknown operator."""
+    for op, name in prefer.items():
+        known = [layout.name for layout in record_of(op).layouts]
+        if name not in known:
+            raise PartitionError(
+                f"layout {name!r} of {op}", f"one of {', '.join(known) or 'none at all'}", "name one of its record"
+            )
 
 
 def whole_layouts(graph: Graph) -> tuple[ShardedNode, ...]:

@@ -142,6 +142,29 @@ class GraphBuilder:
         """silu(gate) * up."""
         return self.call("swiglu", (gate, up), names=(name,))[0]
 
+    def router(
+        self, x_TE: Value, weight_XE: Value, top_k: int, *, normalize: bool, softmax: str = "all", name: str = ""
+    ) -> Value:
+        """Weights of each row's ``top_k`` experts -> [T,X], 0 for the others; ``softmax`` as in ops/experts.py."""
+        attrs: dict[str, Attr] = {"top_k": top_k, "softmax": softmax, "normalize": normalize}
+        return self.call("router", (x_TE, weight_XE), attrs, names=(name,))[0]
+
+    def moe_experts(
+        self,
+        x_TE: Value,
+        routing_TX: Value,
+        gate_XFE: Value,
+        up_XFE: Value,
+        down_XEF: Value,
+        top_k: int,
+        *,
+        name: str = "",
+    ) -> Value:
+        """The routed sum of what the experts compute -> [T,E]."""
+        experts = gate_XFE.type.dims[0]
+        attrs: dict[str, Attr] = {"top_k": top_k, "experts": experts if isinstance(experts, int) else 0}
+        return self.call("moe_experts", (x_TE, routing_TX, gate_XFE, up_XFE, down_XEF), attrs, names=(name,))[0]
+
     def add(self, a: Value, b: Value, *, name: str = "") -> Value:
         """a + b of equal types."""
         return self.call("add", (a, b), names=(name,))[0]

@@ -2,7 +2,7 @@
 
 Shape letters, used everywhere: R requests, T tokens of the step (tree nodes of all requests, packed), L logit rows,
 B pages of a request, P pages of the pool, W ancestor words, S context, H heads, G kv heads, D head dim, E hidden,
-F ffn, V vocab. A dim is an int or one of these letters while it is not yet known.
+F ffn, V vocab, X experts. A dim is an int or one of these letters while it is not yet known.
 """
 
 from __future__ import annotations

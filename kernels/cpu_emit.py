@@ -5,6 +5,7 @@ from __future__ import annotations
 from flexspec.errors import CompileError
 from flexspec.graph import Node
 from flexspec.kernels.cpu_exchange import embedding_share, exchange, send
+from flexspec.kernels.cpu_experts import moe_experts, router
 from flexspec.kernels.cpu_plan import Place, kernel_of
 from flexspec.kernels.cpu_render import Emit, Emitter, record_expression
 from flexspec.ops.linear import group_parts
@@ -194,6 +195,22 @@ def select_rows(e: Emitter, index: int, node: Node) -> None:
     )
 
 
+def partition(e: Emitter, index: int, node: Node) -> None:
+    """A rank's columns of a whole value, copied: what works in place on them must leave the others alone."""
+    (x,) = node.inputs
+    dim, first = node.attr("dim"), node.attr("first")
+    dims = e.graph.types()[x].dims
+    assert isinstance(dim, int) and isinstance(first, int)
+    if dim != 1:
+        raise CompileError(f"a partition along dim {dim}", "dim 1", "cut the model elsewhere")
+    inner = e.columns(x) // int(dims[1])  # behind the dim that is cut
+    out = _result(e, node)
+    whole = _float(e, x)
+    source = f"Rows<float>{{{whole}.p + {first * inner}, {whole}.ld}}"
+    shape = f"{_row_count(e, x)}, {e.columns(node.outputs[0].name)}"
+    e.call(f"copy_rows<float, {_kind(e, out)}>(c, tid, {shape}, {source}, {e.rows(out)})")
+
+
 def view(e: Emitter, index: int, node: Node) -> None:
     """Storage is shared with the operand: nothing to do."""
 
@@ -226,6 +243,9 @@ EMITTERS: dict[str, Emit] = {
     "rowwise": rowwise,
     "select_rows": select_rows,
     "view": view,
+    "partition": partition,
+    "router": router,
+    "moe_experts": moe_experts,
     "exchange": exchange,
     "send": send,
 }

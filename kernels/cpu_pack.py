@@ -23,7 +23,8 @@ class PackedWeight:
     """One entry of a program's weight table: how it is made from the model's weights.
 
     ``kind``: "matrix" (the named matrices stacked along N), "swiglu" (gate and up, 16-row blocks alternating), "vector"
-    (the named vectors joined, float32, padded to 32), "cos"/"sin" (rotary tables, made by ``table``).
+    (the named vectors joined, float32, padded to 32), "cos"/"sin" (rotary tables, made by ``table``), "experts" and
+    "experts_swiglu" (a matrix, or gate and up, of each expert [X, N, K], one behind the other).
     """
 
     kind: str
@@ -65,9 +66,20 @@ def pack(entry: PackedWeight, get: GetWeight, dtype: DType) -> NDArray[np.generi
         joined = np.concatenate([get(name).reshape(-1) for name in entry.names])
         return np.pad(joined, (0, -len(joined) % 32)).astype(np.float32)
     if entry.kind == "swiglu":
-        gate, up = (pack_tiles(get(name), dtype, TILE_N) for name in entry.names)
-        return np.ascontiguousarray(np.stack([gate, up], axis=1)).reshape(-1, *gate.shape[1:])
+        gate, up = (get(name) for name in entry.names)
+        return _alternate(gate, up, dtype)
+    if entry.kind == "experts_swiglu":
+        gates, ups = (get(name) for name in entry.names)
+        return np.concatenate([_alternate(gate, up, dtype) for gate, up in zip(gates, ups, strict=True)])
+    if entry.kind == "experts":
+        return np.concatenate([pack_tiles(expert, dtype) for expert in get(entry.names[0])])
     return pack_tiles(_stack([get(name) for name in entry.names]), dtype)
+
+
+def _alternate(gate: NDArray[np.float32], up: NDArray[np.float32], dtype: DType) -> NDArray[np.generic]:
+    """Blocks of gate and up, turn by turn: both sit in one panel."""
+    tiles = [pack_tiles(part, dtype, TILE_N) for part in (gate, up)]
+    return np.ascontiguousarray(np.stack(tiles, axis=1)).reshape(-1, *tiles[0].shape[1:])
 
 
 def packed_bytes(entry: PackedWeight, shapes: Mapping[str, tuple[int, ...]], dtype: DType) -> int:
@@ -75,13 +87,15 @@ def packed_bytes(entry: PackedWeight, shapes: Mapping[str, tuple[int, ...]], dty
     if entry.kind in ("cos", "sin"):
         assert entry.table is not None
         return 4 * entry.table[0].size
-    rows = [shapes[name][0] for name in entry.names]
+    stacked = entry.kind.startswith("experts")
+    experts = shapes[entry.names[0]][0] if stacked else 1
+    rows = [shapes[name][1 if stacked else 0] for name in entry.names]
     if entry.kind == "vector":
         return 4 * _round_up(sum(rows), 32)
-    columns = _round_up(shapes[entry.names[0]][1], TILE_K)
-    if entry.kind == "swiglu":
-        return dtype.size_bytes * columns * sum(_round_up(n, TILE_N) for n in rows)
-    return dtype.size_bytes * columns * _round_up(sum(rows), 2 * TILE_N)
+    column_bytes = dtype.size_bytes * _round_up(shapes[entry.names[0]][-1], TILE_K)
+    if entry.kind in ("swiglu", "experts_swiglu"):
+        return experts * column_bytes * sum(_round_up(n, TILE_N) for n in rows)
+    return experts * column_bytes * _round_up(sum(rows), 2 * TILE_N)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -13,7 +13,7 @@ from flexspec.graph import Graph, Node
 from flexspec.ops.record import record_of
 from flexspec.types import DType, Role
 
-_MATRIX = ("linear", "linear_group", "linear_swiglu", "linear_add")
+_MATRIX = ("linear", "linear_group", "linear_swiglu", "linear_add", "router", "moe_experts")
 
 
 def kernel_of(node: Node) -> str:

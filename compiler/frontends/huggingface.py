@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from flexspec.compiler.frontends.expert_weights import rename_weights
 from flexspec.compiler.frontends.files import hash_files, parse_json, read_json_object, read_text
 from flexspec.compiler.frontends.loaded_model import LoadedModel
 from flexspec.compiler.frontends.rope_settings import rope_from_huggingface
@@ -24,7 +25,7 @@ from flexspec.compiler.frontends.safetensors_file import (
 from flexspec.compiler.frontends.settings import Settings, check_config
 from flexspec.compiler.frontends.weights import check_layer_count
 from flexspec.errors import ModelFileError, TokenizerError, WeightError
-from flexspec.models.config import Checkpoint, ModelConfig
+from flexspec.models.config import Checkpoint, ModelConfig, WeightSource
 from flexspec.models.llama import check_sliding_window
 from flexspec.models.registry import architectures
 
@@ -47,11 +48,14 @@ def open_huggingface(folder: Path) -> LoadedModel:
     generation = _optional_object(folder / "generation_config.json")
     ends = Settings(generation, folder / "generation_config.json").token_ids("eos_token_id")
     config = check_config(replace(config, eos_ids=tuple(dict.fromkeys((*ends, *config.eos_ids)))), config_path)
-    weights = open_weights(folder)
+    rules = architectures()[architecture][1]
+    weights: WeightSource = open_weights(folder)
+    if rules.stored_names:
+        weights = rename_weights(weights, rules.stored_names, config.experts, folder)
     check_layer_count(weights, config.layers, folder)
     files = [config_path, *find_weight_files(folder), *(folder / name for name in _TOKENIZER_FILES)]
     extra: dict[str, Any] = {"format": "huggingface", "architecture": architecture}
-    if architecture == FUSED_STATE:
+    if isinstance(weights, SafetensorsWeights) and architecture == FUSED_STATE:
         weights, found = _read_fused_state(settings, config, weights, folder)
         extra |= found
         files.append(folder / "vocab_map.safetensors")
@@ -99,9 +103,9 @@ def read_config(settings: Settings, path: Path) -> tuple[ModelConfig, str]:
         kv_heads=settings.integer("num_key_value_heads", rules.kv_heads or heads),
         head_dim=settings.integer("head_dim", rules.head_dim or max(1, hidden // heads)),
         ffn_size=settings.integer("intermediate_size"),
-        norm_eps=settings.number("rms_norm_eps", 1e-6),
+        norm_eps=settings.number("rms_norm_eps", rules.norm_eps),
         max_positions=positions,
-        rope=rope_from_huggingface(settings, positions, path),
+        rope=rope_from_huggingface(settings, positions, path, rules.rope_theta),
         tied_embeddings=settings.flag("tie_word_embeddings", False),
         qkv_bias=rules.qkv_bias or attention_bias,
         output_bias=attention_bias and not rules.qkv_bias,
@@ -110,6 +114,7 @@ def read_config(settings: Settings, path: Path) -> tuple[ModelConfig, str]:
         bos_id=bos[0] if bos else None,
         eos_ids=settings.token_ids("eos_token_id"),
     )
+    config = config if rules.read is None else rules.read(settings, config)
     return check_config(config, path), known[0]
 
 

@@ -16,8 +16,10 @@ _KINDS = ("default", "linear", "llama3", "yarn")
 _FACTOR_TOLERANCE = 1e-4
 
 
-def rope_from_huggingface(config: Settings, max_positions: int, path: Path) -> RopeConfig:
+def rope_from_huggingface(config: Settings, max_positions: int, path: Path, theta: float = 10_000.0) -> RopeConfig:
     """The settings of a config.json: ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling``.
+
+    ``theta`` is what the architecture assumes where the file is silent.
 
     Raises ModelConfigError for kinds other than default, linear, llama3 and yarn, and for partial rotation.
     """
@@ -29,7 +31,7 @@ def rope_from_huggingface(config: Settings, max_positions: int, path: Path) -> R
     rope = Settings(table, path)
     if rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
         raise rope.error("partial_rotary_factor", "rotation of the whole head", "take a model with full rotation")
-    theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
+    theta = rope.number("rope_theta", config.number("rope_theta", theta))
     kind = rope.string("rope_type", rope.string("type", "default"))
     if kind not in _KINDS:
         found = f"{path} scales its rotary embedding by {kind!r}"

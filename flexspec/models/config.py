@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +28,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder model. ``family`` selects the file in flexspec/models through registry.py."""
+    """One decoder model. ``family`` selects the file in flexspec/models through registry.py.
+
+    ``experts`` and what follows it is for mixtures of experts: ``ffn_size`` is then that of ``dense_layers``.
+    """
 
     family: str
     vocab_size: int
@@ -48,6 +51,27 @@ class ModelConfig:
     qk_norm: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    normalize_routing: bool = False  # the chosen experts' weights sum to 1
+    dense_layers: tuple[int, ...] = ()  # layers with one MLP instead of experts
+
+
+class ConfigKeys(Protocol):
+    """The keys of a config.json; a wrong value raises ModelConfigError naming file and key."""
+
+    def __contains__(self, key: str) -> bool: ...
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int: ...
+
+    def flag(self, key: str, default: bool) -> bool: ...
+
+    def token_ids(self, key: str) -> tuple[int, ...]: ...
+
+    def raw(self, key: str) -> Any: ...
+
+    def error(self, key: str, expected: str, fix: str = ...) -> Exception: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +79,9 @@ class Checkpoint:
     """What transformers' configuration class of one architecture assumes where config.json is silent.
 
     A family lists the architectures whose checkpoints it builds; the loader asks the registry, so that a new family
-    stays one file. ``activations`` are the hidden_act names its graph computes.
+    stays one file. ``activations`` are the hidden_act names its graph computes. ``read`` adds what only this family has
+    to the configuration, and refuses what its graph does not compute. ``stored_names``: for a layer's weights that the
+    files call otherwise, (their name, ours) behind ``layers.N.``; ``{x}`` counts experts, whose weights are stacked.
     """
 
     positions: int = 2048
@@ -66,6 +92,10 @@ class Checkpoint:
     head_dim: int | None = None
     window: int | None = None
     window_is_optional: bool = False  # only with use_sliding_window
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    read: Callable[[ConfigKeys, ModelConfig], ModelConfig] | None = None
+    stored_names: tuple[tuple[str, str], ...] = ()
 
 
 class WeightSource(Protocol):

@@ -22,6 +22,13 @@ def build_llama(config: ModelConfig, dtype: DType, *, taps: tuple[int, ...] = ()
     ``taps``: numbers of layers after which the hidden state [T,E] is also an output, increasing (0 is the embedding);
     with any, the final normed state follows as the last tap.
     """
+    return build_decoder(config, dtype, lambda layer: swiglu_mlp, taps=taps, name=name)
+
+
+def build_decoder(
+    config: ModelConfig, dtype: DType, mlp_of: Callable[[int], Mlp], *, taps: tuple[int, ...] = (), name: str = "llm"
+) -> Graph:
+    """As :func:`build_llama`, for families with other MLPs: ``mlp_of(layer)`` is that of a layer."""
     check_config(config)
     _check_taps(config, taps)
     b = GraphBuilder(name, dtype)
@@ -32,7 +39,7 @@ def build_llama(config: ModelConfig, dtype: DType, *, taps: tuple[int, ...] = ()
     tapped = [x] if 0 in names else []
     caches: list[Value] = []
     for i in range(config.layers):
-        x, *new = decoder_layer(b, step, config, x, f"layers.{i}", name=names.get(i + 1, ""))
+        x, *new = decoder_layer(b, step, config, x, f"layers.{i}", mlp=mlp_of(i), name=names.get(i + 1, ""))
         caches += new
         tapped += [x] if i + 1 in names else []
     norm = b.weight("norm.weight", (config.hidden_size,))
@@ -122,19 +129,21 @@ def check_config(config: ModelConfig) -> None:
     sizes = ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "ffn_size", "max_positions")
     for field in sizes:
         if getattr(config, field) <= 0:
-            raise _bad(f"{field}={getattr(config, field)}", "a size above 0")
+            raise bad_config(f"{field}={getattr(config, field)}", "a size above 0")
     if config.heads % config.kv_heads:
-        raise _bad(f"heads={config.heads}, kv_heads={config.kv_heads}", "heads that are a multiple of kv_heads")
+        raise bad_config(f"heads={config.heads}, kv_heads={config.kv_heads}", "heads that are a multiple of kv_heads")
     if config.head_dim % 2:
-        raise _bad(f"head_dim={config.head_dim}", "an even head_dim (rotary pairs)")
+        raise bad_config(f"head_dim={config.head_dim}", "an even head_dim (rotary pairs)")
     if config.norm_eps <= 0.0:
-        raise _bad(f"norm_eps={config.norm_eps}", "a norm_eps above 0")
+        raise bad_config(f"norm_eps={config.norm_eps}", "a norm_eps above 0")
     if config.rope.kind not in KINDS:
-        raise _bad(f"rope kind {config.rope.kind!r}", f"one of {', '.join(KINDS)}")
+        raise bad_config(f"rope kind {config.rope.kind!r}", f"one of {', '.join(KINDS)}")
     if config.rope.kind in ("llama3", "yarn") and config.rope.original_max_positions <= 0:
-        raise _bad(f"rope kind {config.rope.kind} without original_max_positions", "the original context length")
+        raise bad_config(f"rope kind {config.rope.kind} without original_max_positions", "the original context length")
     if config.rope.theta <= 1.0 or config.rope.factor <= 0.0:
-        raise _bad(f"rope theta={config.rope.theta}, factor={config.rope.factor}", "theta above 1 and factor above 0")
+        raise bad_config(
+            f"rope theta={config.rope.theta}, factor={config.rope.factor}", "theta above 1 and factor above 0"
+        )
 
 
 def check_sliding_window(window: int | None, max_positions: int) -> None:
@@ -153,10 +162,11 @@ def check_sliding_window(window: int | None, max_positions: int) -> None:
 def _check_taps(config: ModelConfig, taps: tuple[int, ...]) -> None:
     increasing = all(a < b for a, b in pairwise(taps))
     if not increasing or any(not 0 <= tap <= config.layers for tap in taps):
-        raise _bad(f"taps={taps}", f"increasing numbers of layers from 0 to {config.layers}")
+        raise bad_config(f"taps={taps}", f"increasing numbers of layers from 0 to {config.layers}")
 
 
-def _bad(found: str, expected: str) -> ModelConfigError:
+def bad_config(found: str, expected: str) -> ModelConfigError:
+    """The error of a configuration that no graph can be built from."""
     return ModelConfigError(found, expected, "correct the model's configuration file")
 
 

@@ -88,6 +88,37 @@ def test_a_whole_operand_is_partitioned_where_the_other_is_cut() -> None:
     assert "up.weight" not in {each.name for each in second.weights}
 
 
+EXPERTS = {"family": "mixtral", "experts": 5, "experts_per_token": 2, "expert_ffn_size": 9, "layers": 1}
+
+
+@pytest.mark.parametrize("prefer", [None, {"moe_experts": "ffn"}, {"moe_experts": "experts"}])
+def test_experts_before_and_after(prefer: dict[str, str] | None) -> None:
+    """By ffn, or whole experts with their columns of the routing; the router stays whole either way."""
+    _, second = partition(model(**EXPERTS), [Stage(0, 1, (0, 1))], prefer=prefer)
+    ops = ("router(", "partition(", "moe_experts(")
+    routing, *rest = [line for line in nodes_of(second) if any(op in line for op in ops)]
+    assert "f32[T,5] = router(" in routing
+    stacks = {
+        each.name.split(".")[-2]: (each.dim, each.first, each.end) for each in second.weights if "experts" in each.name
+    }
+    if prefer == {"moe_experts": "experts"}:
+        assert len(rest) == 2 and "f32[T,2] = partition(" in rest[0] and "{dim=1, end=5, first=3}" in rest[0]
+        assert stacks == {"gate_proj": (0, 3, 5), "up_proj": (0, 3, 5), "down_proj": (0, 3, 5)}
+    else:
+        assert len(rest) == 1
+        assert stacks == {"gate_proj": (1, 5, 9), "up_proj": (1, 5, 9), "down_proj": (2, 5, 9)}
+    assert "{experts=5, top_k=2}" in rest[-1]  # of the whole model: what is paid follows from what is held
+
+
+def test_layouts_that_an_operator_does_not_have_are_refused() -> None:
+    with pytest.raises(PartitionError, match=r"(?s)layout 'rows' of moe_experts.*one of replicated, ffn, experts"):
+        partition(model(**EXPERTS), [Stage(0, 1, (0, 1))], prefer={"moe_experts": "rows"})
+    with pytest.raises(GraphError, match="unknown operator 'experts'"):
+        partition(model(**EXPERTS), [Stage(0, 1, (0, 1))], prefer={"experts": "ffn"})
+    with pytest.raises(PartitionError, match=r"experts.gate_proj.weight has 9 parts to cut, for 10 ranks"):
+        partition(model(**EXPERTS, heads=10), [Stage(0, 1, tuple(range(10)))], prefer={"moe_experts": "experts"})
+
+
 def test_stages_meet_by_send_and_recv() -> None:
     """Two ranks, then four: two of the four receive, and hand on to their fellows."""
     parts = partition(model(), [Stage(0, 1, (0, 1)), Stage(1, 3, (2, 3, 4, 5))])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers_oracle import expected_logits
 
 from flexspec.compiler.pipeline import LLM_PASSES, run_passes
 from flexspec.models.config import ModelConfig, RopeConfig
@@ -90,21 +91,6 @@ def batch_of(trees: list[TokenTree], contexts: list[int], causal: list[bool], pa
         ancestors_TW=np.concatenate([tree.ancestors(words) for tree in trees]),
         logit_rows_L=np.arange(rows, dtype=np.int32),
     )
-
-
-def expected_logits(model: transformers.PreTrainedModel, committed: list[int], tree: TokenTree) -> np.ndarray:
-    """[T,V] by transformers: committed tokens and tree in one pass under an explicit 4D mask."""
-    s, n = len(committed), len(tree)
-    visible = torch.ones(s + n, s + n, dtype=torch.bool).tril()
-    bits = tree.ancestors()
-    for i in range(n):
-        visible[s + i, s:] = torch.tensor([bool(int(bits[i, j // 64]) >> (j % 64) & 1) for j in range(n)])
-    mask = torch.zeros(s + n, s + n).masked_fill(~visible, torch.finfo(torch.float32).min)
-    positions = torch.tensor([*range(s), *(s + tree.depths()).tolist()])
-    ids = torch.tensor([committed + list(tree.tokens)])
-    with torch.no_grad():
-        out = model(input_ids=ids, attention_mask=mask[None, None], position_ids=positions[None], use_cache=False)
-    return out.logits[0, s:].numpy()
 
 
 @pytest.mark.parametrize("case", CASES)

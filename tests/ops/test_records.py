@@ -57,6 +57,13 @@ CASES = [
     Case("linear_swiglu", ("f32[T,8]", "f32[12,8]", "f32[12,8]")),
     Case("linear_add", ("f32[T,8]", "f32[8,8]", "f32[T,8]")),
     Case("linear_add", ("f32[T,8]", "f32[12,8]", "f32[T,12]", "f32[12]")),
+    Case("router", ("f32[T,8]", "f32[6,8]"), {"top_k": 2, "softmax": "all", "normalize": True}),
+    Case("router", ("f32[T,8]", "f32[6,8]"), {"top_k": 6, "softmax": "chosen", "normalize": False}),
+    Case(
+        "moe_experts",
+        ("f32[T,8]", "f32[T,6]", "f32[6,4,8]", "f32[6,4,8]", "f32[6,8,4]"),
+        {"top_k": 2, "experts": 6},
+    ),
     Case("rope", ("f32[T,4,8]", "i32[T]"), ROPE, {1: [0, 5, 6, 6, 7, 63]}),
     Case("partition", ("f32[T,8]",), {"dim": 1, "first": 2, "end": 8}),
     Case("combine", ("f32[T,8]",), {"dim": 1, "ranks": (3,), "sizes": (8,), "part": 0}),
@@ -126,6 +133,24 @@ def test_linear_flops_are_two_per_weight_element_and_row() -> None:
     assert record.bytes(types, outs, {}, {"T": 6}) == 4 * (6 * 8 + 8 * 12 + 6 * 12)
 
 
+def test_experts_cost_what_is_expected_to_be_touched() -> None:
+    """One row reads its two experts of eight, many rows all of them; a rank with half of them, half."""
+    record = record_of("moe_experts")
+    types = [t(text) for text in ("f32[T,8]", "f32[T,8]", "f32[8,4,8]", "f32[8,4,8]", "f32[8,8,4]")]
+    half = [t(text) for text in ("f32[T,8]", "f32[T,4]", "f32[4,4,8]", "f32[4,4,8]", "f32[4,8,4]")]
+    attrs: dict[str, Attr] = {"top_k": 2, "experts": 8}
+    expert = 3 * 4 * 8 * 4  # bytes
+    for rows, touched in ((1, 2.0), (2, 3.5), (500, 8.0)):
+        sizes = {"T": rows}
+        passed = 4 * rows * (8 + 8 + 8)
+        assert record.bytes(types, record.shape(types, attrs), attrs, sizes) == passed + round(touched * expert)
+        halved = 4 * rows * (8 + 4 + 8) + round(touched / 2 * expert)
+        assert record.bytes(half, record.shape(half, attrs), attrs, sizes) == halved
+        flops = record.flops(types, record.shape(types, attrs), attrs, sizes)
+        assert flops == 2 * rows * (2 * 3 * 4 * 8 + 2 * 8 + 5 * 4)
+        assert record.flops(half, record.shape(half, attrs), attrs, sizes) == flops // 2
+
+
 def _rank_operands(layout: TpLayout, inputs: list[torch.Tensor], rank: int, degree: int) -> list[torch.Tensor]:
     shares = []
     for i, x in enumerate(inputs):
@@ -178,6 +203,8 @@ def test_layouts_compute_the_whole(case: Case, layout: TpLayout) -> None:
     assert layout.collective == "all_reduce" or "partial" not in layout.outputs
 
 
+_ROUTER: dict[str, Attr] = {"top_k": 2, "softmax": "all", "normalize": True}
+_EXPERTS: dict[str, Attr] = {"top_k": 2, "experts": 6}
 REFUSED = [
     ("add", ("f32[T,8]", "f32[T,4]"), {}),
     ("add", ("f32[T,8]", "bf16[T,8]"), {}),
@@ -206,6 +233,17 @@ REFUSED = [
     ("rope", ("f32[T,4,8]", "i32[T]"), ROPE | {"kind": "llama3"}),
     ("rope", ("f32[T,4,8]", "i32[T]"), ROPE | {"theta": 0.0}),
     ("embedding", ("i32[T]", "f32[12,8]"), {"first_row": -1}),
+    ("router", ("f32[T,8]", "f32[6,4]"), _ROUTER),
+    ("router", ("f32[T,8]", "bf16[6,8]"), _ROUTER),
+    ("router", ("f32[T,8]", "f32[6,8]"), _ROUTER | {"top_k": 7}),
+    ("router", ("f32[T,8]", "f32[6,8]"), _ROUTER | {"top_k": 0}),
+    ("router", ("f32[T,8]", "f32[6,8]"), _ROUTER | {"softmax": "none"}),
+    ("moe_experts", ("f32[T,8]", "f32[T,6]", "f32[6,4,8]", "f32[6,4,8]", "f32[6,4,8]"), _EXPERTS),
+    ("moe_experts", ("f32[T,8]", "f32[T,5]", "f32[6,4,8]", "f32[6,4,8]", "f32[6,8,4]"), _EXPERTS),
+    ("moe_experts", ("f32[T,8]", "f32[T,6]", "f32[6,4,8]", "f32[6,3,8]", "f32[6,8,4]"), _EXPERTS),
+    ("moe_experts", ("f32[T,9]", "f32[T,6]", "f32[6,4,8]", "f32[6,4,8]", "f32[6,8,4]"), _EXPERTS),
+    ("moe_experts", ("f32[T,8]", "f32[T,6]", "f32[6,4,8]", "f32[6,4,8]", "f32[6,8,4]"), {"top_k": 2, "experts": 5}),
+    ("moe_experts", ("f32[T,8]", "f32[T,6]", "f32[6,4,8]", "f32[6,4,8]", "f32[6,8,4]"), {"top_k": 9, "experts": 8}),
     ("partition", ("f32[T,8]",), {"dim": 1, "first": 4, "end": 9}),
     ("partition", ("f32[T,8]",), {"dim": 1, "first": 4, "end": 4}),
     ("partition", ("f32[T,8]",), {"dim": 0, "first": 0, "end": 1}),

@@ -122,3 +122,35 @@ def test_bf16_in_gives_bf16_near_the_float32_result(op: str) -> None:
 def test_float64_operands_stay_float64() -> None:
     (y,) = run("rms_norm", randn(2, 8).double(), torch.ones(8).double(), eps=1e-5)
     assert y.dtype is torch.float64
+
+
+@pytest.mark.parametrize("softmax", ["all", "chosen"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_router_weighs_the_best_experts(softmax: str, normalize: bool) -> None:
+    """By hand, row by row; the second of two equal experts is not chosen where only one has room."""
+    x, weight = randn(7, 16).double(), randn(5, 16, seed=1).double()
+    weight[4] = weight[1]
+    (routing,) = run("router", x, weight, top_k=2, softmax=softmax, normalize=normalize)
+    scores = x @ weight.T
+    for row in range(7):
+        order = sorted(range(5), key=lambda expert: (-scores[row, expert].item(), expert))[:2]
+        among = order if softmax == "chosen" else range(5)
+        total = sum(math.exp(scores[row, expert]) for expert in among)
+        chances = [math.exp(scores[row, expert]) / total for expert in order]
+        if normalize:
+            chances = [chance / sum(chances) for chance in chances]
+        assert routing[row].nonzero().flatten().tolist() == sorted(order)
+        np.testing.assert_allclose(routing[row, order], chances, rtol=1e-6)
+
+
+def test_experts_are_weighed_and_summed() -> None:
+    shapes = (9, 6), (4, 5, 6), (4, 5, 6), (4, 6, 5)
+    x, gate, up, down = (randn(*shape, seed=i).double() for i, shape in enumerate(shapes))
+    routing = torch.rand(9, 4, generator=torch.Generator().manual_seed(3)).double()
+    routing[:, 2] = 0.0  # nobody's
+    routing[3] = 0.0  # a row none of whose experts are here
+    routing[5, 1] = 0.0
+    (y,) = run("moe_experts", x, routing, gate, up, down, top_k=2, experts=4)
+    h = torch.nn.functional.silu(torch.einsum("te,xfe->txf", x, gate)) * torch.einsum("te,xfe->txf", x, up)
+    np.testing.assert_allclose(y, torch.einsum("tx,txf,xef->te", routing, h, down), atol=1e-12)
+    assert not y[3].any()

@@ -5,7 +5,7 @@ Legend: T rows, L logit rows, E hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -37,6 +37,14 @@ FAMILIES: dict[str, dict[str, object]] = {
     "mistral": {"kv_heads": 4, "head_dim": 6, "output_bias": True, "mlp_bias": True},
     "qwen2": {"qkv_bias": True, "tied_embeddings": True},
     "qwen3": {"qk_norm": True, "kv_heads": 1},
+    "mixtral": {"experts": 5, "experts_per_token": 2, "expert_ffn_size": 26, "normalize_routing": True},
+    "qwen3_moe": {
+        "experts": 11,
+        "experts_per_token": 3,
+        "expert_ffn_size": 9,
+        "qk_norm": True,
+        "dense_layers": (1,),
+    },
     "fused_state": {},
 }
 PLANS = [",".join([str(tp)] * pp) for tp, pp in product((1, 2, 4, 8), (1, 2, 3))]
@@ -98,10 +106,15 @@ def run_rounds(executor: Executor, reads_features: bool) -> list[NDArray[np.floa
     return [array for array in found if array is not None]
 
 
-def check(graph: Graph, stages: Sequence[Stage], *, lowered: bool = False) -> ReferenceRanks:
+def check(
+    graph: Graph, stages: Sequence[Stage], *, lowered: bool = False, prefer: Mapping[str, str] | None = None
+) -> ReferenceRanks:
     weights = weights_of(graph)
     passes = SSM_PASSES if graph.name == "ssm" else LLM_PASSES
-    parts = lower_ranks(graph, stages, passes) if lowered else partition(graph, stages)
+    if lowered:
+        parts = lower_ranks(graph, stages, passes, prefer=prefer)
+    else:
+        parts = partition(graph, stages, prefer=prefer)
     reads_features = any(value.name == "features_TE" for value in graph.inputs)
     ranks = ReferenceRanks(parts, weights.__getitem__, PAGES, MAX_ROWS)
     found = run_rounds(ranks, reads_features)
@@ -117,6 +130,22 @@ def check(graph: Graph, stages: Sequence[Stage], *, lowered: bool = False) -> Re
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_compute_what_one_does(family: str, degrees: str) -> None:
     check(graph_of(family), stages_of(degrees), lowered=degrees in ("2,2", "1,8,4", "8"))
+
+
+@pytest.mark.parametrize("degrees", PLANS + RAGGED)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_are_shared_out(family: str, degrees: str) -> None:
+    """Whole experts to each rank where there are enough (5 and 11), else a part of each; one exchange either way."""
+    stages = stages_of(degrees)
+    ranks = check(graph_of(family), stages, lowered=degrees in ("4", "4,2", "8"), prefer={"moe_experts": "experts"})
+    experts = FAMILIES[family]["experts"]
+    for part in ranks.parts:
+        degree = stages[part.stage].degree
+        stacks = [each for each in part.weights if "experts.gate_proj" in each.name]
+        dim = None if degree == 1 else 0 if degree <= experts else 1  # type: ignore[operator]
+        assert {each.dim for each in stacks} == {dim} if stacks else family == "qwen3_moe"
+    if len(stages) == 1 and stages[0].degree > 1:
+        assert ranks.traffic == {"reduce": 7, "combine": 1}
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (8, 8), (6, 2), (8, 1)])

@@ -44,13 +44,13 @@ def test_folder_opens_as_the_model_it_was_made_from(tmp_path: Path) -> None:
     assert open_model(folder).source_hash != before
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("bare", [True, False])
 def test_configuration_agrees_with_transformers(tmp_path: Path, family: str, bare: bool) -> None:
     """With all keys written and with only the required ones, where transformers' defaults must be ours."""
     import transformers
 
-    kind = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    kind = "".join(word.capitalize() for word in family.split("_"))
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "sliding_window": None, "num_key_value_heads": 2}
     theirs = getattr(transformers, f"{kind}Config")(**sizes, architectures=[f"{kind}ForCausalLM"])
@@ -69,8 +69,12 @@ def test_configuration_agrees_with_transformers(tmp_path: Path, family: str, bar
     assert (ours.qkv_bias, ours.output_bias, ours.qk_norm) == (
         family == "qwen2" or with_bias,
         with_bias,
-        family == "qwen3",
+        family.startswith("qwen3"),
     )
+    if hasattr(theirs, "num_experts_per_tok"):
+        assert (ours.experts, ours.experts_per_token) == (theirs.num_experts, theirs.num_experts_per_tok)
+        assert ours.expert_ffn_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert ours.normalize_routing == getattr(theirs, "norm_topk_prob", True)
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}

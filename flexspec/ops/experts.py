@@ -1,0 +1,169 @@
+"""Mixture of experts: router (which experts a row goes to, and their weights) and moe_experts (what they compute).
+
+X experts, of which a row takes ``top_k``. Routing is dense, [T,X] with zeros for the others: ranks that hold some of
+the experts take those columns, and nothing but a dim is cut. Each row adds up its experts by rising index, so that its
+result does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flexspec.ops.checks import activation, extent, require, same_dtype
+from flexspec.ops.record import Attrs, KernelKey, OpRecord, TpLayout, io_bytes, register
+from flexspec.types import TensorType
+
+if TYPE_CHECKING:
+    import torch
+
+SOFTMAX = ("all", "chosen")  # over all experts before the top k are taken, or over those that were
+
+
+def _int(attrs: Attrs, key: str) -> int:
+    value = attrs[key]
+    assert isinstance(value, int)
+    return value
+
+
+def _router_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
+    x, weight = types
+    same_dtype("router", types)
+    require(
+        len(x.dims) == 2 and len(weight.dims) == 2 and weight.dims[1] == x.dims[1] and isinstance(weight.dims[0], int),
+        "router", types, "x of dims [T,E] and a weight of dims [X,E]",
+    )  # fmt: skip
+    experts, top_k, softmax = weight.dims[0], _int(attrs, "top_k"), attrs["softmax"]
+    assert isinstance(experts, int)
+    require(1 <= top_k <= experts, "router", types, f"top_k from 1 to {experts} (found top_k={top_k})")
+    require(softmax in SOFTMAX, "router", types, f"softmax one of {', '.join(SOFTMAX)} (found {softmax!r})")
+    return (activation(x, (x.dims[0], experts)),)
+
+
+def _router_flops(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
+    """The product, and a few operations an element for softmax and each round of the choice."""
+    rows = extent(ins[0].dims[0], sizes)
+    return 2 * rows * ins[1].elements(sizes) + (4 + _int(attrs, "top_k")) * outs[0].elements(sizes)
+
+
+def _router(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
+    """Softmax in float32, as transformers has it. Of equal experts the one of lower index is chosen first."""
+    import torch
+
+    x, weight = inputs
+    scores_TX = torch.nn.functional.linear(x, weight)
+    scores_TX = scores_TX.to(torch.promote_types(scores_TX.dtype, torch.float32))
+    if attrs["softmax"] == "all":
+        scores_TX = scores_TX.softmax(-1)
+    ranked = torch.sort(scores_TX, dim=-1, descending=True, stable=True)
+    top_k = _int(attrs, "top_k")
+    values, chosen = ranked.values[:, :top_k], ranked.indices[:, :top_k]
+    if attrs["softmax"] == "chosen":
+        values = values.softmax(-1)
+    if attrs["normalize"]:
+        values = values / values.sum(-1, keepdim=True)
+    return (torch.zeros_like(scores_TX).scatter_(1, chosen, values).to(x.dtype),)
+
+
+def _experts_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
+    op, (x, routing, gate, up, down) = "moe_experts", types
+    same_dtype(op, types)
+    require(
+        len(x.dims) == 2 and len(gate.dims) == 3 and gate.dims[2] == x.dims[1] and up.dims == gate.dims,
+        op, types, "x of dims [T,E], gate and up weights of equal dims [X,F,E]",
+    )  # fmt: skip
+    held, ffn, width = gate.dims
+    require(down.dims == (held, width, ffn), op, types, f"a down weight of dims [{held},{width},{ffn}]")
+    require(routing.dims == (x.dims[0], held), op, types, f"routing of dims [{x.dims[0]},{held}]")
+    require(all(isinstance(dim, int) for dim in gate.dims), op, types, "weights of fixed dims")
+    experts, top_k = _int(attrs, "experts"), _int(attrs, "top_k")
+    assert isinstance(held, int)
+    require(
+        held <= experts and 1 <= top_k <= experts,
+        op, types, f"experts={experts} to be {held} or more and top_k={top_k} to be 1 to {experts}",
+    )  # fmt: skip
+    return (activation(x, x.dims),)
+
+
+def _calls(ins: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> float:
+    """Expected number of (row, expert) pairs among the experts that are held, all being chosen equally often."""
+    share = extent(ins[2].dims[0], sizes) / _int(attrs, "experts")
+    return extent(ins[0].dims[0], sizes) * _int(attrs, "top_k") * share
+
+
+def expected_experts(held: int, experts: int, top_k: int, rows: int) -> float:
+    """How many of ``held`` experts are read, when each of ``rows`` rows chooses ``top_k`` of ``experts`` by chance.
+
+    Rows of one text choose alike, so that fewer are: an upper estimate.
+    """
+    return held * (1.0 - (1.0 - top_k / experts) ** rows)
+
+
+def _experts_flops(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
+    """Three products for each pair, and its weighted sum."""
+    del outs
+    _, ffn, width = (extent(dim, sizes) for dim in ins[2].dims)
+    return round(_calls(ins, attrs, sizes) * (6 * ffn * width + 2 * width + 5 * ffn))
+
+
+def _experts_bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
+    """Rows in and out, and the weights of the experts that are touched: few in a small step, soon all of them."""
+    held = extent(ins[2].dims[0], sizes)
+    rows = extent(ins[0].dims[0], sizes)
+    touched = expected_experts(held, _int(attrs, "experts"), _int(attrs, "top_k"), rows) / held
+    weights = sum(kind.bytes(sizes) for kind in ins[2:])
+    return ins[0].bytes(sizes) + ins[1].bytes(sizes) + outs[0].bytes(sizes) + round(touched * weights)
+
+
+def _experts(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
+    import torch
+    from torch.nn import functional
+
+    del attrs
+    x_TE, routing_TX, gate_XFE, up_XFE, down_XEF = inputs
+    y_TE = torch.zeros_like(x_TE)
+    for expert in range(gate_XFE.shape[0]):
+        rows = routing_TX[:, expert].nonzero()[:, 0]
+        if len(rows):
+            x = x_TE[rows]
+            h = functional.silu(functional.linear(x, gate_XFE[expert])) * functional.linear(x, up_XFE[expert])
+            y_TE[rows] += routing_TX[rows, expert, None] * functional.linear(h, down_XEF[expert])
+    return (y_TE,)
+
+
+ROUTER = register(
+    OpRecord(
+        name="router",
+        doc="x [T,E], weight [X,E] -> routing [T,X]: weights of the top_k experts of a row, 0 for the others.",
+        arity=(2, 2),
+        shape=_router_shape,
+        flops=_router_flops,
+        bytes=io_bytes,
+        # Small, and every rank needs all of it: cutting it would cost an exchange more.
+        layouts=(TpLayout("replicated", (None, None), (None,)),),
+        reference=_router,
+        kernel=KernelKey(cpu="router"),
+        attrs={"top_k": int, "softmax": str, "normalize": bool},
+    )
+)
+
+MOE_EXPERTS = register(
+    OpRecord(
+        name="moe_experts",
+        doc="sum over a row's experts of routing * down(silu(x @ gate^T) * (x @ up^T)), by rising index -> [T,E].",
+        arity=(5, 5),
+        shape=_experts_shape,
+        flops=_experts_flops,
+        bytes=_experts_bytes,
+        # Cut by ffn, every rank reads an equal part of each expert that is touched, also when few are; cut by experts,
+        # the rank that holds those of the moment has most of the work. So it is declared first.
+        layouts=(
+            TpLayout("replicated", (None,), (None,)),
+            TpLayout("ffn", (None, None, 1, 1, 2), ("partial",), "all_reduce"),
+            TpLayout("experts", (None, 1, 0, 0, 0), ("partial",), "all_reduce"),
+        ),
+        reference=_experts,
+        kernel=KernelKey(cpu="moe_experts"),
+        attrs={"top_k": int, "experts": int},
+    )
+)
