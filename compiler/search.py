@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from flexspec.compiler.acceptance_profile import DraftEntry
+from flexspec.compiler.memory import cache_tokens, rank_bytes
 from flexspec.compiler.problem import TIE, Problem, SsmPlace
 from flexspec.compiler.rounds import Cut, Prices, micro_batch_counts, round_cost, value_us
 from flexspec.compiler.stage_program import INF, StageProgram, Vector
@@ -82,9 +83,15 @@ def search(problem: Problem, *, degrees: Sequence[int] = (), places: Sequence[Ss
 
 
 def no_plan(problem: Problem) -> PlanError:
-    """Why nothing fits: the byte table of the least block on the largest degree, or the latency limit."""
-    from flexspec.compiler.memory import cache_tokens, rank_bytes
-
+    """Why there is none: the limit that the fastest plan misses, or the byte table of the least block."""
+    without = replace(problem, objective="throughput", limit_us=INF)
+    front = pareto_front(without) if problem.objective == "goodput" else []
+    if front:
+        return PlanError(
+            f"{problem.llm.name} on {problem.machine.name}: {front[0].per_token_us / 1e3:.3g} ms a token at best",
+            f"a limit that some plan meets, not {problem.limit_us / 1e3:g} ms",
+            "loosen --limit-ms, or plan for a faster machine",
+        )
     kind = max(problem.machine.kinds, key=lambda each: each.device.memory_bytes.effective)
     degree = max((d for d in problem.legal_degrees if d <= kind.devices), default=1)
     parts = rank_bytes(problem.llm, degree, 1, problem.workload, kind.device, first=True, last=False)
@@ -96,9 +103,8 @@ def no_plan(problem: Problem) -> PlanError:
         f"no plan of {problem.llm.name} on {problem.machine.name} fits: weights {whole / 1e9:.1f} GB "
         f"and KV {cached / 1e9:.1f} GB on "
         f"{problem.machine.devices} devices with {have / 1e9:.1f} GB; one block at degree {degree}: {rows}",
-        "a plan whose every rank fits its device"
-        + ("" if math.isinf(problem.limit_us) else f" and that meets {problem.limit_us:g} us a token"),
-        "use more or larger devices, fewer requests, a shorter context, or a looser limit",
+        "a plan whose every rank fits its device",
+        "use more or larger devices, fewer requests or a shorter context",
     )
 
 
