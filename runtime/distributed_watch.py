@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 SILENT_S = 3
 _JOIN_S = 60.0
+_STRANGER_S = 5.0  # for whoever connects and does not say the key
 _KEY_BYTES = 16
 _BYE = b"."  # before an orderly end, by either side
 
@@ -63,6 +64,7 @@ class Watch:
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.sendall(_BYE)
+            with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
         for peer in self._peers.values():
@@ -120,7 +122,7 @@ def _accept(world: int, group: dist.ProcessGroup) -> Mapping[int, socket.socket]
         while len(found) < world - 1:
             listener.settimeout(max(0.001, give_up - time.monotonic()))
             peer, _ = listener.accept()
-            peer.settimeout(max(0.001, give_up - time.monotonic()))
+            peer.settimeout(_STRANGER_S)
             said = _read(peer, _KEY_BYTES + 4)
             if said[:_KEY_BYTES] == key:
                 peer.settimeout(None)
