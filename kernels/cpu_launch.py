@@ -90,6 +90,7 @@ class CpuLibrary:
         self._lib, self.facts = _load(library)
         _check_weights(library, self.facts, weights)
         self._meets = hasattr(self._lib, "fs_on_exchange")  # looked up once: a missing symbol is slow to miss
+        self._stamps: NDArray[np.int64] | None = None
         self._weights = list(weights)  # kept alive: the program reads them in place
         self._table = table = (ctypes.c_void_p * len(weights))(*[w.ctypes.data for w in weights])
         positions = min(max_positions, self.facts.max_positions)  # scratch is sized by them
@@ -160,6 +161,17 @@ class CpuLibrary:
             ctypes.c_void_p(index.ctypes.data), ctypes.c_void_p(chance.ctypes.data),
         )  # fmt: skip
         return index, chance
+
+    def keep_stamps(self, nodes: int) -> NDArray[np.int64]:
+        """From now on each step fills these [1 + nodes] numbers: its begin, then the end of each node of the graph.
+
+        Nanoseconds of a steady clock; 0 for a node without code. Raises ArtifactError for a program that has no clock.
+        """
+        if not hasattr(self._lib, "fs_profile"):
+            raise ArtifactError("a program without a clock", "one of this version", _FIX)
+        self._stamps = np.zeros(1 + nodes, np.int64)  # kept alive: the program writes it
+        self._lib.fs_profile(ctypes.c_void_p(self._ctx), ctypes.c_void_p(self._stamps.ctypes.data))
+        return self._stamps
 
     def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
         self._lib.fs_move_kv(

@@ -125,7 +125,8 @@ class Emitter:
 
     def call(self, text: str, *, row_local: bool = True) -> None:
         """Emit one kernel call, with a barrier before it unless it and all since the last barrier are row-local."""
-        if self.lines and not (row_local and self.row_local) and self.lines[-1] != BARRIER:
+        last = next((line for line in reversed(self.lines) if not line.startswith(MARK)), BARRIER)
+        if not (row_local and self.row_local) and last != BARRIER:
             self.lines.append(BARRIER)
             self.row_local = True
         self.lines.append(f"    {text};")
@@ -141,6 +142,7 @@ class Emitter:
 
 
 BARRIER = "    c.team.barrier();"
+MARK = "    c.mark("
 Emit = Callable[[Emitter, int, Node], None]
 
 
@@ -166,6 +168,7 @@ def render(graph: Graph) -> CpuProgram:
             EMITTERS[kernel](e, i, node)
             at = start + 1 if len(e.lines) > start and e.lines[start] == BARRIER else start
             e.lines.insert(at, comment)
+            e.lines.append(f"    c.mark(tid, {i});")
         e.release(i)
     export_features(e)
     if len(set(e.layer_types)) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from flexspec.kernels.cpu_pack import GetWeight, pack
 from flexspec.kernels.cpu_render import render
 from flexspec.runtime.step import StepBatch, StepResult
 from flexspec.runtime.step_rules import check_finite, check_step, program_arrays
+from flexspec.runtime.step_times import StepTimes
 from flexspec.types import PAGE_TOKENS
 
 
@@ -42,6 +44,7 @@ class CpuExecutor:
         self.facts = self._library.facts
         self.vocab_size = self.facts.outputs
         self.max_positions = min(self.facts.max_positions, positions)
+        self._times: StepTimes | None = None
 
     @classmethod
     def from_graph(
@@ -60,6 +63,7 @@ class CpuExecutor:
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
         """Run one step. Raises EngineError for rows, tokens or positions that the program has no room for."""
+        began = time.monotonic_ns()
         self._check(batch)
         wanted = len(batch.logit_rows_L)
         argmax = np.full(wanted, -1, np.int32)
@@ -68,7 +72,17 @@ class CpuExecutor:
         features = np.empty((len(batch.ids_T), columns), np.float32) if columns else None
         self._library.step(program_arrays(batch), argmax, logits, features)
         check_finite(argmax)
+        if self._times is not None:
+            self._times.note(began, time.monotonic_ns())
         return StepResult(argmax, logits, features)
+
+    def keep_times(self, nodes: int) -> StepTimes:
+        """When all steps from now on, and the program's ``nodes`` nodes, begin and end.
+
+        Raises ArtifactError for a program that has no clock.
+        """
+        self._times = StepTimes.of(self._library, nodes)
+        return self._times
 
     def _check(self, batch: StepBatch) -> None:
         check_step(batch, self.max_rows, self.max_positions, self.facts.id_rows)

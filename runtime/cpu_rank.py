@@ -6,6 +6,7 @@ Whoever runs the ranks hands in ``meet``, which does an exchange with the others
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -23,6 +24,7 @@ from flexspec.kernels.cpu_pack import pack
 from flexspec.kernels.cpu_render import render
 from flexspec.runtime.step import StepBatch
 from flexspec.runtime.step_rules import check_finite, program_arrays
+from flexspec.runtime.step_times import StepTimes
 from flexspec.types import PAGE_TOKENS
 
 Rows = NDArray[np.float32]
@@ -86,6 +88,15 @@ class CpuRank:
             library, packed, threads=threads, max_rows=max_rows, pages=pages, max_positions=pages * PAGE_TOKENS
         )
         self.facts = self._library.facts
+        self._times: StepTimes | None = None
+
+    def keep_times(self) -> StepTimes:
+        """When all steps from now on, and their nodes, begin and end. The graph's nodes are those of ``split_logits``.
+
+        Raises ArtifactError for a program that has no clock.
+        """
+        self._times = StepTimes.of(self._library, len(self._graph.nodes))
+        return self._times
 
     def step(
         self, batch: StepBatch, meet: Meet, *, want_logits: bool = True, want_features: bool = True
@@ -94,6 +105,13 @@ class CpuRank:
 
         Raises what ``meet`` raises, and EngineError for logits that are not finite.
         """
+        began = time.monotonic_ns()
+        result = self._step(batch, meet, want_logits, want_features)
+        if self._times is not None:
+            self._times.note(began, time.monotonic_ns())
+        return result
+
+    def _step(self, batch: StepBatch, meet: Meet, want_logits: bool, want_features: bool) -> RankResult | None:
         rows, wanted = len(batch.ids_T), len(batch.logit_rows_L)
         argmax = np.full(wanted, -1, np.int32)
         own_logits = want_logits or self._join is not None

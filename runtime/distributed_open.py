@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,12 +42,17 @@ from flexspec.text import parse_graph
 from flexspec.types import PAGE_TOKENS
 
 
-def open_leader(artifact: Artifact, llm: PartRecord, options: ServeOptions) -> DistributedExecutor:
+Watch = Callable[[CpuRank], object]  # is shown a rank's program before its first step
+
+
+def open_leader(
+    artifact: Artifact, llm: PartRecord, options: ServeOptions, watch: Watch | None = None
+) -> DistributedExecutor:
     """Rank 0's executor, once all ranks have joined. Raises ArtifactError, CapacityError, PlanError, RuntimeError."""
     model = record_from_json(artifact.read_json("model.json"))
     ladder = choose_ladder(options.draft, plan_from_json(artifact.read_json("plan.json")), artifact, model)
     records, room = _records(artifact), _room(options)
-    shard = _shard(artifact, model, ladder, records[0], options)
+    shard = _shard(artifact, model, ladder, records[0], options, watch)
     seat = _join(artifact, records, room, options)
     shard.join(seat)
     return DistributedExecutor(
@@ -55,7 +61,7 @@ def open_leader(artifact: Artifact, llm: PartRecord, options: ServeOptions) -> D
     )  # fmt: skip
 
 
-def run_follower(path: Path, options: ServeOptions) -> None:
+def run_follower(path: Path, options: ServeOptions, watch: Watch | None = None) -> None:
     """All that a rank other than 0 does, to its end. Raises as ``open_leader``, and EngineError.
 
     Signals that end a server are left to rank 0, which lets running answers finish and then tells the end; a rank goes
@@ -71,7 +77,7 @@ def run_follower(path: Path, options: ServeOptions) -> None:
     if ranks_here()[0] == rank:  # the first on its host; rank 0 does so for its own
         check_room(artifact, model, plan, ladder, options, ranks_here())
     holds = records[rank].stage != NO_STAGE
-    shard = _shard(artifact, model, ladder, records[rank], options) if holds else None
+    shard = _shard(artifact, model, ladder, records[rank], options, watch) if holds else None
     drafters, opened = _drafters(artifact, model, plan, ladder, options)
     seat = _join(artifact, records, room, options)
     if shard is not None:
@@ -133,7 +139,12 @@ def _join(artifact: Artifact, records: tuple[RankRecord, ...], room: Room, optio
 
 
 def _shard(
-    artifact: Artifact, model: ModelRecord, ladder: DraftLadder, record: RankRecord, options: ServeOptions
+    artifact: Artifact,
+    model: ModelRecord,
+    ladder: DraftLadder,
+    record: RankRecord,
+    options: ServeOptions,
+    watch: Watch | None,
 ) -> Shard:
     name, room = folder_of(record.rank), _room(options)
     if options.device != "cpu":
@@ -142,14 +153,15 @@ def _shard(
     missing = [tensor for tensor in record.weights if tensor not in tensors]
     if missing:
         raise ArtifactError(f"no tensor {missing[0]} for {name}", "every weight of its program", "compile it again")
-    return CpuShard(
-        CpuRank.built(
-            record.rank,
-            parse_graph(artifact.read_bytes(f"graph/{name}.fsg").decode()),
-            artifact.file(f"kernels/cpu/{name}/{choose_isa(artifact)}.so"),
-            [tensors[tensor] for tensor in record.weights],
-            pages=room.pages,
-            max_rows=room.max_rows,
-            threads=options.threads or default_threads(),
-        )
+    program = CpuRank.built(
+        record.rank,
+        parse_graph(artifact.read_bytes(f"graph/{name}.fsg").decode()),
+        artifact.file(f"kernels/cpu/{name}/{choose_isa(artifact)}.so"),
+        [tensors[tensor] for tensor in record.weights],
+        pages=room.pages,
+        max_rows=room.max_rows,
+        threads=options.threads or default_threads(),
     )
+    if watch is not None:
+        watch(program)
+    return CpuShard(program)

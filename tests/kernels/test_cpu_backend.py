@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from step_models import chain_rows, on_cpu, random_tree, random_weights, slots, tiny_config, tiny_llm, tree_rows
 
+from flexspec.compiler.pipeline import LLM_PASSES, run_passes
 from flexspec.models.config import ModelConfig, RopeConfig
 from flexspec.models.fused_state import graft_fuse_head
 from flexspec.models.registry import build_model
+from flexspec.ops.record import record_of
 from flexspec.runtime.pages import RowGroup, pack_rows
 from flexspec.runtime.reference_executor import ReferenceExecutor
 from flexspec.runtime.step import Executor
@@ -111,3 +113,23 @@ def test_features_of_a_fuse_head_and_the_ssm_that_reads_them() -> None:
     for group in (chain_rows(ids[:40], 0, [5, 6]), tree):
         features = list(rng.standard_normal((len(group.ids), config.hidden_size)).astype(np.float32))
         ssm.step(replace(group, features=features))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_stamps_follow_the_step_and_change_nothing(threads: int) -> None:
+    graph, weights = tiny_llm(CONFIGS["llama_d16_group3"])
+    graph = run_passes(graph, LLM_PASSES)
+    executor = on_cpu(graph, weights, threads=threads)
+    batch = pack_rows([chain_rows(list(range(20)), 0, [1, 2])])
+    before = executor.step(batch, want_logits=True)
+    times = executor.keep_times(len(graph.nodes))
+    steps = [executor.step(batch, want_logits=True) for _ in range(3)]
+    assert all(np.array_equal(step.logits_LV, before.logits_LV) for step in steps)
+    calls, stamps = (times.arrays()[key] for key in ("calls", "stamps"))
+    assert calls.shape == (3, 2) and stamps.shape == (3, 1 + len(graph.nodes))
+    assert (np.diff(stamps, axis=1) >= 0).all() and (calls[1:, 0] >= calls[:-1, 1]).all()
+    assert (calls[:, 0] <= stamps[:, 0]).all() and (stamps[:, -1] <= calls[:, 1]).all()
+    views = [i for i, node in enumerate(graph.nodes) if record_of(node).kernel.cpu == "view"]
+    assert views and (np.diff(stamps, axis=1)[:, views] == 0).all()
+    working = [i for i, node in enumerate(graph.nodes) if node.op.startswith("linear")]
+    assert (np.diff(stamps, axis=1)[:, working] > 0).all()

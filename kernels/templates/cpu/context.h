@@ -2,6 +2,7 @@
 #pragma once
 #include <sys/mman.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <new>
 
@@ -55,11 +56,17 @@ struct Ctx {
   int pages = 0, max_rows = 0, max_positions = 0;
   char** scratch = nullptr;  // one block per thread
   Best* best = nullptr;      // [threads][max_rows] running argmax of the logits
+  int64_t* stamps = nullptr;  // for a profile: when the step began, then when each node of the graph ended
 
   Ctx(int threads, const void* const* w) : team(threads), weights(w) {}
   template <class E>
   const E* weight(int i) const { return static_cast<const E*>(weights[i]); }
   char* kv_layer(int layer) const { return kv + size_t(layer) * kv_layer_bytes; }
+  // What thread 0 has done by now; the wait at a barrier counts to the kernel behind it.
+  void mark(int tid, int node) {
+    if (__builtin_expect(stamps != nullptr, 0) && tid == 0) stamps[node + 1] = now_ns();
+  }
+  static int64_t now_ns() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 };
 
 // Zeroed, page-aligned, huge pages when the system has them. Null when the memory cannot be had.

@@ -51,9 +51,12 @@ Ctx* create(const void* const* weights, int threads, int max_rows, int pages, in
   int fs_step(void* c, const fs::FsStep* s) {                                                                        \
     fs::Ctx& ctx = *static_cast<fs::Ctx*>(c);                                                                        \
     if (s->T > ctx.max_rows || s->L > ctx.max_rows) return -1;                                                       \
+    ctx.mark(0, -1);                                                                                                 \
     ctx.team.run([&](int tid) { P::run(ctx, *s, tid); });                                                            \
     return 0;                                                                                                        \
   }                                                                                                                  \
+  /* int64 numbers: [0] the begin of a step, [1 + i] the end of node i, ns of a steady clock. Null: no profile. */      \
+  void fs_profile(void* c, int64_t* stamps) { static_cast<fs::Ctx*>(c)->stamps = stamps; }                           \
   void fs_top_successors(int rows, int V, const float* logits, int k, int32_t* index, float* chance) {               \
     fs::top_successors(rows, V, logits, k, index, chance);                                                           \
   }                                                                                                                  \
