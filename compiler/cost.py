@@ -19,7 +19,8 @@ def op_us(device: Device, dtype: DType, call: Call, sizes: Sizes) -> float:
     flops, moved_bytes = call.flops(sizes), call.bytes(sizes)
     if not flops and not moved_bytes:
         return 0.0
-    peak, bandwidth = device.peak_flops_per_s(dtype), device.bandwidth_bytes_per_s
+    peaks = device.peaks(dtype, call.record.name)
+    peak, bandwidth = peaks.flops_per_s, peaks.bandwidth_bytes_per_s
     points = device.measured.get(call.record.name)
     if points:
         ideal_us = max(flops / peak.value, moved_bytes / bandwidth.value) * 1e6
@@ -56,12 +57,17 @@ def all_reduce_us(link: Link, count_bytes: float, degree: int) -> float:
 
 
 def all_gather_us(link: Link, count_bytes: float, degree: int) -> float:
-    """The shares of ``degree`` ranks joined to ``count_bytes`` on each: best of one-shot and ring."""
+    """The shares of ``degree`` ranks joined to ``count_bytes`` on each: best of one-shot and ring.
+
+    A measured table of the link overrides it.
+    """
     if degree == 1:
         return 0.0
     alpha, per_byte = link.alpha_us.effective, 1e6 / link.bandwidth_bytes_per_s.effective
     received = (degree - 1) / degree * count_bytes * per_byte
-    return min(alpha + received, (degree - 1) * alpha + received)
+    ideal = min(alpha + received, (degree - 1) * alpha + received)
+    points = link.measured.get("all_gather")
+    return interpolate(points, ideal) if points else ideal
 
 
 def broadcast_us(link: Link, count_bytes: float, ranks: int) -> float:
@@ -83,9 +89,9 @@ def call_us(device: Device, link: Link, dtype: DType, call: Call, sizes: Sizes, 
     """An operator or, if ranks meet in it, the collective."""
     name = call.record.name
     if name == "reduce":
-        return all_reduce_us(link, call.inputs[0].bytes(sizes), degree)
+        return all_reduce_us(link, link.sent_bytes(call.inputs[0].bytes(sizes), dtype), degree)
     if name == "combine":
-        return all_gather_us(link, call.outputs[0].bytes(sizes), degree)
+        return all_gather_us(link, link.sent_bytes(call.outputs[0].bytes(sizes), dtype), degree)
     assert not call.record.exchange, f"{name} inside a stage has no price"
     return op_us(device, dtype, call, sizes)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flexspec.compiler.cost import all_reduce_us, op_us
-from flexspec.compiler.machine import Constant, Device, Link
+from flexspec.compiler.machine import Constant, Device, Link, Peaks
 from flexspec.compiler.profile import Call, step_sizes
 from flexspec.graph import Graph
 from flexspec.ops.record import record_of
@@ -63,23 +63,61 @@ def fit_device(
     The two are fitted in turn, each to the steps that it bounds, by least squares of the logarithm of the ratio.
     """
     key = "f32_flops_per_s" if dtype is DType.F32 else "flops_per_s"
+
+    def changed(peaks: Peaks) -> Device:
+        return replace(
+            device,
+            **{"bandwidth_bytes_per_s": peaks.bandwidth_bytes_per_s, key: peaks.flops_per_s},  # type: ignore[arg-type]
+        )
+
+    def times(peaks: Peaks) -> dict[int, float]:
+        return {rows: step_us(changed(peaks), dtype, calls, rows, context_tokens) for rows in measured_us}
+
+    fitted = changed(_fit_peaks(device.peaks(dtype, ""), times, measured_us, origin))
+    rows = tuple((n, step_us(fitted, dtype, calls, n, context_tokens), us) for n, us in sorted(measured_us.items()))
+    return StepFit(fitted, rows)
+
+
+def fit_operator(
+    device: Device,
+    dtype: DType,
+    calls: Sequence[Call],
+    measured_us: Mapping[int, float],
+    context_tokens: int,
+    origin: str,
+) -> Device:
+    """``device`` with peaks of their own for the operator of ``calls``, which took ``measured_us`` (rows -> us)."""
+    (name,) = {call.record.name for call in calls}
+
+    def changed(peaks: Peaks) -> Device:
+        return replace(device, operators={**device.operators, name: peaks})
+
+    def times(peaks: Peaks) -> dict[int, float]:
+        return {rows: step_us(changed(peaks), dtype, calls, rows, context_tokens) for rows in measured_us}
+
+    return changed(_fit_peaks(device.peaks(dtype, name), times, measured_us, origin))
+
+
+def _fit_peaks(
+    peaks: Peaks, times: Callable[[Peaks], Mapping[int, float]], measured_us: Mapping[int, float], origin: str
+) -> Peaks:
+    """Corrections of both peaks: bandwidth by the narrow steps, arithmetic by the wide ones, in turn."""
     few = [rows for rows in measured_us if rows <= _MEMORY_ROWS] or [min(measured_us)]
     many = [rows for rows in measured_us if rows >= _COMPUTE_ROWS] or [max(measured_us)]
 
-    def error(candidate: Device, sizes: Sequence[int]) -> float:
-        times = {rows: step_us(candidate, dtype, calls, rows, context_tokens) for rows in sizes}
-        return sum(math.log(times[rows] / measured_us[rows]) ** 2 for rows in sizes)
+    def error(candidate: Peaks, sizes: Sequence[int]) -> float:
+        found = times(candidate)
+        return sum(math.log(found[rows] / measured_us[rows]) ** 2 for rows in sizes)
 
     for _ in range(3):
-        for name, sizes in (("bandwidth_bytes_per_s", few), (key, many)):
-            held: Constant = getattr(device, name)
+        for name, sizes in (("bandwidth_bytes_per_s", few), ("flops_per_s", many)):
+            held: Constant = getattr(peaks, name)
             tried = [
-                replace(device, **{name: Constant(held.value, correction, origin)})  # type: ignore[arg-type]
+                replace(peaks, **{name: Constant(held.value, correction, origin)})
                 for correction in _grid(_LEAST, _MOST, 120)
             ]
-            device = min(tried, key=lambda each: error(each, sizes))
-    rows = tuple((n, step_us(device, dtype, calls, n, context_tokens), us) for n, us in sorted(measured_us.items()))
-    return StepFit(device, rows)
+            peaks = min(tried, key=lambda each: error(each, sizes))
+    return peaks
 
 
 def _grid(least: float, most: float, count: int) -> list[float]:
@@ -96,12 +134,13 @@ def fit_link(
     table over what those two predict, since a library's collectives start slower than its transfers.
     """
     sizes = sorted(transfers_us)
-    alpha_us = transfers_us[sizes[0]]
+    alpha_us = min(transfers_us.values())
     rest_us = max(transfers_us[sizes[-1]] - alpha_us, 1e-3 * alpha_us)
     link = Link(
         name,
         Constant(float(f"{alpha_us:.4g}"), 1.0, origin),
         Constant(float(f"{sizes[-1] / rest_us * 1e6:.4g}"), 1.0, origin),
+        element_bytes=Constant(float(DType.F32.size_bytes), 1.0, "rows travel as float32 (docs/design/distributed.md)"),
     )
     points: list[tuple[float, float]] = []
     for size in sorted(reduces_us):
@@ -109,4 +148,7 @@ def fit_link(
         if not points or ideal > points[-1][0] * 1.01:
             floor = points[-1][1] if points else 0.0
             points.append((float(f"{ideal:.4g}"), max(floor, float(f"{found:.4g}"))))
-    return replace(link, measured={"all_reduce": tuple(points)}) if len(points) > 1 else link
+    if len(points) < 2:
+        return link
+    # The runtime's sum is a gather and an addition in order: one table serves both.
+    return replace(link, measured={"all_reduce": tuple(points), "all_gather": tuple(points)})

@@ -35,9 +35,23 @@ class Constant:
         return self.value * self.correction
 
 
+NOTHING = Constant(0.0, 1.0, "not in the file: not priced")
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What one operator reaches of a device, where that is far from what the device gives to others."""
+
+    bandwidth_bytes_per_s: Constant
+    flops_per_s: Constant
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Device:
-    """One device. ``measured``: per operator name, what an operator of some ideal time really takes (see cost.py)."""
+    """One device. ``measured``: per operator name, what an operator of some ideal time really takes (see cost.py).
+
+    ``operators``: per operator name, its own peaks. ``processor``: "cpu" or "gpu".
+    """
 
     name: str
     memory_bytes: Constant
@@ -47,22 +61,34 @@ class Device:
     f32_flops_per_s: Constant
     launch_us: Constant  # per operator
     measured: Mapping[str, Points] = field(default_factory=dict)
+    operators: Mapping[str, Peaks] = field(default_factory=dict)
+    processor: str = "gpu"
 
-    def peak_flops_per_s(self, dtype: DType) -> Constant:
-        return self.f32_flops_per_s if dtype is DType.F32 else self.flops_per_s
+    def peaks(self, dtype: DType, operator: str) -> Peaks:
+        """Bandwidth and arithmetic that an operator is priced with."""
+        flops = self.f32_flops_per_s if dtype is DType.F32 else self.flops_per_s
+        return self.operators.get(operator) or Peaks(self.bandwidth_bytes_per_s, flops)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Link:
-    """A transfer of n bytes takes ``alpha_us`` + n / ``bandwidth_bytes_per_s``; bandwidth per device and direction."""
+    """A transfer of n bytes takes ``alpha_us`` + n / ``bandwidth_bytes_per_s``; bandwidth per device and direction.
+
+    ``element_bytes``: width of an activation on its way, where that is not its own.
+    """
 
     name: str
     alpha_us: Constant
     bandwidth_bytes_per_s: Constant
-    measured: Mapping[str, Points] = field(default_factory=dict)  # "all_reduce", likewise
+    measured: Mapping[str, Points] = field(default_factory=dict)  # "all_reduce" and "all_gather", likewise
+    element_bytes: Constant | None = None
 
     def transfer_us(self, count_bytes: float) -> float:
         return self.alpha_us.effective + count_bytes / self.bandwidth_bytes_per_s.effective * 1e6
+
+    def sent_bytes(self, count_bytes: float, dtype: DType) -> float:
+        """Bytes that ``count_bytes`` of activations in ``dtype`` are on the way."""
+        return count_bytes * (self.element_bytes.effective / dtype.size_bytes if self.element_bytes else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +103,11 @@ class NodeKind:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """``network`` joins nodes; None for one node. ``round_us``, ``request_us``: the host's work in a round."""
+    """``network`` joins nodes; None for one node. The rest is the host's work.
+
+    ``round_us`` and ``request_us`` come once a round and for each of its requests; ``step_us`` and
+    ``step_request_us`` (0 where a file has none) for each step of a stage or an SSM, and each request of an SSM's step.
+    """
 
     name: str
     about: str
@@ -85,6 +115,8 @@ class Machine:
     network: Link | None
     round_us: Constant
     request_us: Constant
+    step_us: Constant = NOTHING
+    step_request_us: Constant = NOTHING
 
     @property
     def devices(self) -> int:
@@ -113,14 +145,20 @@ class Machine:
 
     def constants(self) -> list[tuple[str, Constant]]:
         """Every constant with its place in the file, for the page and for ``--json``."""
-        rows: list[tuple[str, Constant]] = [("host.round_us", self.round_us), ("host.request_us", self.request_us)]
+        rows: list[tuple[str, Constant]] = [
+            (f"host.{name}", getattr(self, name)) for name in HOST_KEYS if getattr(self, name) is not NOTHING
+        ]
         for device in {kind.device.name: kind.device for kind in self.kinds}.values():
             rows += [(f"devices.{device.name}.{name}", getattr(device, name)) for name in DEVICE_KEYS]
+            for operator, peaks in device.operators.items():
+                place = f"devices.{device.name}.operators.{operator}"
+                rows += [(f"{place}.{name}", getattr(peaks, name)) for name in PEAK_KEYS]
         links = {kind.link.name: kind.link for kind in self.kinds if kind.devices > 1}
         if self.network:
             links[self.network.name] = self.network
         for link in links.values():
             rows += [(f"links.{link.name}.{name}", getattr(link, name)) for name in LINK_KEYS]
+            rows += [(f"links.{link.name}.element_bytes", link.element_bytes)] if link.element_bytes else []
         return rows
 
 
@@ -140,7 +178,10 @@ DEVICE_KEYS = (
     "launch_us",
 )
 LINK_KEYS = ("alpha_us", "bandwidth_bytes_per_s")
-_MAY_BE_ZERO = ("reserve_bytes", "launch_us", "alpha_us", "round_us", "request_us")
+PEAK_KEYS = ("bandwidth_bytes_per_s", "flops_per_s")
+HOST_KEYS = ("round_us", "request_us", "step_us", "step_request_us")
+_MAY_BE_ZERO = ("reserve_bytes", "launch_us", "alpha_us", *HOST_KEYS)
+_PROCESSORS = {"cpu": "cpu", "gpu": "gpu"}
 
 
 def shipped_machines() -> list[str]:
@@ -169,7 +210,7 @@ def read_machine(table: Table) -> Machine:
     links = {key: _link(key, part) for key, part in table.tables("links").items()}
     host = table.table("host")
     kinds = tuple(_kind(part, devices, links) for part in table.array("nodes"))
-    round_us, request_us = _constant(host, "round_us"), _constant(host, "request_us")
+    work = {key: _constant(host, key) for key in HOST_KEYS if key in HOST_KEYS[:2] or host.has(key)}
     host.done()
     network = None
     if table.has("network"):
@@ -177,7 +218,7 @@ def read_machine(table: Table) -> Machine:
         network = part.choice("link", links)
         part.done()
     table.done()
-    machine = Machine(name, about, kinds, network, round_us, request_us)
+    machine = Machine(name, about, kinds, network, **work)
     if not 1 <= machine.devices <= MAX_DEVICES or len(kinds) > MAX_KINDS:
         found = f"{machine.devices} devices in {len(kinds)} kinds of nodes"
         raise table.error("nodes", found, f"1 to {MAX_DEVICES} devices and at most {MAX_KINDS} kinds")
@@ -196,16 +237,26 @@ def _kind(part: Table, devices: Mapping[str, Device], links: Mapping[str, Link])
 def _device(name: str, part: Table) -> Device:
     constants = {key: _constant(part, key) for key in DEVICE_KEYS}
     measured = _measured(part)
+    operators = part.tables("operators") if part.has("operators") else {}
+    peaks = {operator: _peaks(entry) for operator, entry in operators.items()}
+    processor = part.choice("processor", _PROCESSORS) if part.has("processor") else "gpu"
     part.done()
     if constants["reserve_bytes"].effective >= constants["memory_bytes"].effective:
         found = f"{constants['reserve_bytes'].effective:.3g} of {constants['memory_bytes'].effective:.3g} bytes"
         raise part.error("reserve_bytes", found, "less than the device's memory")
-    return Device(name, **constants, measured=measured)
+    return Device(name, **constants, measured=measured, operators=peaks, processor=processor)
+
+
+def _peaks(part: Table) -> Peaks:
+    peaks = Peaks(**{key: _constant(part, key) for key in PEAK_KEYS})
+    part.done()
+    return peaks
 
 
 def _link(name: str, part: Table) -> Link:
     measured = _measured(part)
-    link = Link(name, _constant(part, "alpha_us"), _constant(part, "bandwidth_bytes_per_s"), measured)
+    element = _constant(part, "element_bytes") if part.has("element_bytes") else None
+    link = Link(name, _constant(part, "alpha_us"), _constant(part, "bandwidth_bytes_per_s"), measured, element)
     part.done()
     return link
 

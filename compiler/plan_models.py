@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def open_profile(path: Path, dtype: DType, degrees: Sequence[int] = (1,), *, ssm
         if not ssm:
             raise ModelConfigError(f"{file} is an SSM of architecture {FUSED_STATE}", "an LLM", "pass it with --ssm")
         build = partial(build_model, reduced_vocab_size=settings.integer("reduced_vocab_size", config.vocab_size))
+        taps = settings.token_ids("tap_layers")
+        return replace(profile_model(name, config, dtype, build, degrees=degrees, ssm=ssm), taps=taps)
     return profile_model(name, config, dtype, build, degrees=degrees, ssm=ssm)
 
 

@@ -81,6 +81,7 @@ class ModelProfile:
     ranks: Mapping[int, RankProfile]
     refused: Mapping[int, str]
     note: str = ""
+    taps: tuple[int, ...] = ()  # of an SSM: layers of the LLM whose states it reads
 
     @property
     def blocks(self) -> int:
@@ -90,6 +91,12 @@ class ModelProfile:
     def hidden_bytes(self) -> int:
         """One row of what goes from stage to stage."""
         return self.config.hidden_size * self.dtype.size_bytes
+
+    @property
+    def reads_features(self) -> int:
+        """Columns of the LLM's states that an SSM reads; 0 for one that reads none, and for an LLM."""
+        inputs = self.ranks[1].graph.inputs
+        return next((_extent(value.type.dims[-1]) for value in inputs if value.type.role is Role.ACTIVATION), 0)
 
     def weight_bytes(self) -> int:
         """The whole model."""
@@ -157,7 +164,7 @@ def _rank_profile(graph: Graph, degree: int, passes: Sequence[Pass]) -> RankProf
     kv = [types[name] for node in split["block"] for name in node.inputs if types[name].role is Role.KV]
     return RankProfile(
         degree,
-        {unit: tuple(_call(node, types) for node in part) for unit, part in split.items()},
+        {unit: tuple(_travelling(_call(node, types), unit, degree) for node in part) for unit, part in split.items()},
         {unit: size(names) for unit, names in reads.items()},
         size(shared),
         sum(kind.dtype.size_bytes * _extent(kind.dims[2]) * _extent(kind.dims[3]) for kind in kv),
@@ -186,6 +193,14 @@ def _bytes_of(names: set[str], types: Mapping[str, TensorType]) -> int:
 def _call(node: Node, types: Mapping[str, TensorType]) -> Call:
     inputs = tuple(types[name] for name in node.inputs)
     return Call(record_of(node), inputs, tuple(value.type for value in node.outputs), dict(node.attrs))
+
+
+def _travelling(call: Call, unit: str, degree: int) -> Call:
+    """The join of the logits' shares as greedy rounds do it: each rank tells its best value and where that is."""
+    if unit != "back" or call.record.name != "combine":
+        return call
+    pairs = replace(call.outputs[0], dims=(call.outputs[0].dims[0], 2 * degree))
+    return replace(call, outputs=(pairs,))
 
 
 def _extent(dim: int | str) -> int:

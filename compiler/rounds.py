@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from flexspec.compiler.acceptance_profile import DraftEntry
 from flexspec.compiler.cost import broadcast_us, hop_us, unit_us
-from flexspec.compiler.machine import NodeKind
+from flexspec.compiler.machine import Link, NodeKind
 from flexspec.compiler.problem import Problem, SsmPlace
 from flexspec.compiler.profile import ModelProfile, Sizes, step_sizes
 
@@ -56,9 +56,14 @@ class Prices:
         self.rows = entry.rows(requests)
         self.sizes = step_sizes(self.rows, requests, problem.context_tokens)
         self.hidden_bytes = self.rows * problem.llm.hidden_bytes
+        self.step_us = machine.step_us.effective
+        # A hop carries the states that an SSM reads of earlier layers too: as many as do where a cut falls anywhere.
+        taps = max((ssm.taps for ssm in problem.ssms), key=len, default=()) if place.name != "none" else ()
+        self.crossing = 1.0 + sum(max(0.0, 1.0 - tap / problem.llm.blocks) for tap in taps)
         self.host_us = machine.round_us.effective + requests * machine.request_us.effective
         far = machine.network or machine.kinds[0].link
         self.ids_us = far.transfer_us(self.rows * _ID_BYTES) if machine.devices > 1 else 0.0
+        self.returned_us = self.ids_us + self._features_us(far)
         name = place.name
         self.each_us = 0.0  # what every stage does beside its blocks, in a full pipeline
         self.own_us = 0.0  # drafting before the first stage
@@ -78,31 +83,56 @@ class Prices:
 
     def draft_us(self, kind: NodeKind, requests: int, *, together: bool) -> float:
         """SSM steps for ``requests`` requests on one device; ``together``: all SSMs on it, one after the other."""
-        times = [ssm_us(ssm, kind, self.entry, requests, self.problem.context_tokens) for ssm in self.problem.ssms]
+        context, between = self.problem.context_tokens, self.between_us(requests)
+        times = [ssm_us(ssm, kind, self.entry, requests, context) + between for ssm in self.problem.ssms]
         return sum(times) if together else max(times, default=0.0)
 
+    def between_us(self, requests: int) -> float:
+        """The host's work for one SSM's steps: handing each over, and growing the requests' trees."""
+        each = self.step_us + requests * self.problem.machine.step_request_us.effective
+        return len(self.entry.ssm_rows) * each
+
     def stage_us(self, kind: int, degree: int, blocks: int, *, first: bool, last: bool) -> float:
-        """Time of a stage in a round, with the return of the ids from a last stage that is not the first."""
+        """Time of a stage in a round, with the return of results from a last stage that is not the first."""
         return blocks * self.unit_us(kind, degree, "block") + self.ends_us(kind, degree, first=first, last=last)
 
     def ends_us(self, kind: int, degree: int, *, first: bool, last: bool) -> float:
         """What a stage does beside its blocks: embedding, LM head, drafting, the step plan to its ranks, the return."""
         node = self.problem.kind(kind)
-        total = 0.0
+        total = self.step_us
         if first:
-            total += self.unit_us(kind, degree, "front") + broadcast_us(node.link, self.rows * _ID_BYTES, degree)
+            total += self.unit_us(kind, degree, "front") + self.told_us(kind, degree)
+            total += 0.0 if last and degree == 1 else self.telling_us
         if last:
-            total += self.unit_us(kind, degree, "back") + (0.0 if first else self.ids_us)
+            total += self.unit_us(kind, degree, "back") + (0.0 if first else self.returned_us)
         if (self.place.name == "first" and first) or (self.place.name == "last" and last):
             total += self.draft_us(node, self.requests, together=True)
         return total
+
+    def _features_us(self, far: Link) -> float:
+        """What SSMs read of the LLM's states, to where they live; the last stage has it."""
+        columns = max((ssm.reads_features for ssm in self.problem.ssms), default=0)
+        if not columns or not self.entry.levels or self.place.name == "last" or self.problem.machine.devices == 1:
+            return 0.0
+        dtype = self.problem.llm.dtype
+        return far.transfer_us(far.sent_bytes(self.rows * columns * dtype.size_bytes, dtype))
+
+    @property
+    def telling_us(self) -> float:
+        """The host's work to tell other ranks of a step: as much as handing one over."""
+        return self.step_us
+
+    def told_us(self, kind: int, degree: int) -> float:
+        """The step plan to the first stage's other ranks."""
+        return broadcast_us(self.problem.kind(kind).link, self.rows * _ID_BYTES, degree)
 
     def hop_us(self, kind: int, source: int, target: int, *, new_node: bool) -> float:
         """From a stage of ``source`` ranks to one of ``target`` on a node of ``kind``."""
         inside = self.problem.kind(kind).link
         between = self.problem.machine.network if new_node else inside
         assert between is not None
-        return hop_us(between, inside, self.hidden_bytes, source, target, shared=new_node)
+        sent_bytes = between.sent_bytes(self.hidden_bytes, self.problem.llm.dtype)
+        return self.crossing * hop_us(between, inside, sent_bytes, source, target, shared=new_node)
 
 
 def round_cost(prices: Prices, cuts: Sequence[Cut]) -> RoundCost:
@@ -118,7 +148,7 @@ def round_cost(prices: Prices, cuts: Sequence[Cut]) -> RoundCost:
     latency = prices.fixed_us + sum(stages) + sum(hops)
     busiest = max(stages) + prices.each_us
     bottleneck = max(prices.fixed_bottleneck_us, busiest, *hops) if hops else max(prices.fixed_bottleneck_us, busiest)
-    returned = prices.ids_us if len(cuts) > 1 else 0.0
+    returned = prices.returned_us if len(cuts) > 1 else 0.0
     return RoundCost(prices.own_us, stages, hops, returned, prices.host_us, latency, bottleneck)
 
 
@@ -148,11 +178,13 @@ def _llm_unit_us(
 @lru_cache(maxsize=1 << 14)
 def ssm_us(ssm: ModelProfile, kind: NodeKind, entry: DraftEntry, requests: int, context_tokens: int) -> float:
     """All steps of one SSM in a round."""
-    total = 0.0
-    for rows in entry.ssm_rows:
-        sizes = step_sizes(max(requests, math.ceil(requests * rows - 1e-9)), requests, context_tokens)
-        total += model_us(ssm, kind, sizes)
-    return total
+    return sum(model_us(ssm, kind, sizes) for sizes in ssm_sizes(entry, requests, context_tokens))
+
+
+def ssm_sizes(entry: DraftEntry, requests: int, context_tokens: int) -> list[Sizes]:
+    """The letters of each SSM step of a round."""
+    rows = [max(requests, math.ceil(requests * each - 1e-9)) for each in entry.ssm_rows]
+    return [step_sizes(each, requests, context_tokens) for each in rows]
 
 
 def model_us(model: ModelProfile, kind: NodeKind, sizes: Sizes) -> float:

@@ -7,14 +7,19 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from flexspec.compiler.artifact import open_artifact
-from flexspec.compiler.fit_machine import StepFit, fit_device, fit_link, graph_calls
-from flexspec.compiler.machine import Machine, open_machine
+from flexspec.compiler.fit_machine import StepFit, fit_device, fit_link, fit_operator, graph_calls
+from flexspec.compiler.machine import Constant, Device, Machine, open_machine
+from flexspec.graph import Graph
+from flexspec.runtime.cpu_executor import CpuExecutor
+from flexspec.runtime.host_probe import HostTimes, probe_host
 from flexspec.runtime.link_probe import probe_links
 from flexspec.runtime.open_engine import ServeOptions, open_engine
 from flexspec.runtime.pages import RowGroup, pack_rows
@@ -27,6 +32,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 48, 64)
 _REPEATS = 9
 MAX_BUSY = 8  # each busy rank holds the weights once
 _CONTEXT_TOKENS = 1
+_ATTENTION, _ATTENTION_CONTEXT, _ATTENTION_ROWS = "attention", 512, (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +56,62 @@ def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> Calibration:
         served = [open_engine(path, ServeOptions(draft="off", threads=1, measure=False)) for _ in range(busy)]
         for each in served:
             opened.callback(each.close)
-        times = time_steps([each.executors[0] for each in served])
-    steps = fit_device(kind.device, DType(dtype), graph_calls(graph), times, _CONTEXT_TOKENS, origin)
+        executors = [each.executors[0] for each in served]
+        times = time_steps(executors)
+        context = min(_ATTENTION_CONTEXT, executors[0].max_positions - max(_ATTENTION_ROWS))
+        attention = time_attention(executors, graph, context)
+    steps = fit_device(kind.device, dtype, graph_calls(graph), times, _CONTEXT_TOKENS, origin)
+    device = replace(fit_attention(steps.device, dtype, graph, attention, context, origin), processor="cpu")
     link = kind.link
     if links and ranks > 1:
         transfers, reduces = probe_links(ranks)
         source = f"measured {today} by flexspec calibrate, gloo, {ranks} processes"
         link = fit_link(link.name, transfers, reduces, ranks, source)
-    fitted = type(kind)(steps.device, ranks, link, 1)
+    fitted = type(kind)(device, ranks, link, 1)
     about = f"This machine, {ranks} of {os.cpu_count()} cores, one rank a core; calibrated."
-    return Calibration(Machine(name, about, (fitted,), None, template.round_us, template.request_us), steps)
+    host = _host(template, probe_host(path), f"measured {today} by flexspec calibrate on {path.name}")
+    return Calibration(replace(host, name=name, about=about, kinds=(fitted,), network=None), steps)
+
+
+def _host(template: Machine, found: HostTimes, origin: str) -> Machine:
+    """The template with the host's constants as measured."""
+
+    def constant(us: float) -> Constant:
+        return Constant(float(f"{us:.4g}"), 1.0, origin)
+
+    step_request = template.step_request_us
+    return replace(
+        template,
+        round_us=constant(found.round_us),
+        request_us=constant(found.request_us),
+        step_us=constant(found.step_us),
+        step_request_us=step_request if found.step_request_us is None else constant(found.step_request_us),
+    )
+
+
+def time_attention(executors: Sequence[Executor], graph: Graph, context_tokens: int) -> dict[int, float]:
+    """Rows -> median microseconds of all attention of a step, while the other executors are as busy."""
+    first = executors[0]
+    assert isinstance(first, CpuExecutor)
+    times = first.keep_times(len(graph.nodes))
+    nodes = [i for i, node in enumerate(graph.nodes) if node.op == _ATTENTION]
+    found: dict[int, float] = {}
+    for rows in [rows for rows in _ATTENTION_ROWS if rows <= first.max_rows]:
+        batch = _chain(rows, context_tokens)
+        with _running(executors[1:], batch):
+            for _ in range(_REPEATS):
+                first.step(batch, want_logits=False)
+        took = np.diff(times.arrays()["stamps"][-_REPEATS + 1 :], axis=1)[:, nodes].sum(1)
+        found[rows] = float(np.median(took)) / 1e3
+    return found
+
+
+def fit_attention(
+    device: Device, dtype: DType, graph: Graph, measured_us: Mapping[int, float], context_tokens: int, origin: str
+) -> Device:
+    """``device`` with attention's own peaks: its loops over pages are far from what a matrix product reaches."""
+    calls = [call for call in graph_calls(graph) if call.record.name == _ATTENTION]
+    return fit_operator(device, dtype, calls, measured_us, context_tokens, origin) if calls else device
 
 
 def time_steps(executors: Sequence[Executor]) -> dict[int, float]:
@@ -82,11 +134,11 @@ def time_steps(executors: Sequence[Executor]) -> dict[int, float]:
     return {rows: statistics.median(values) for rows, values in times.items()}
 
 
-def _chain(rows: int) -> StepBatch:
-    pages = list(range(-(-(_CONTEXT_TOKENS + rows) // PAGE_TOKENS)))
+def _chain(rows: int, context_tokens: int = _CONTEXT_TOKENS) -> StepBatch:
+    pages = list(range(-(-(context_tokens + rows) // PAGE_TOKENS)))
     bits = [(1 << (i + 1)) - 1 for i in range(rows)] if rows > 1 else None
-    positions = list(range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + rows))
-    return pack_rows([RowGroup([1] * rows, positions, _CONTEXT_TOKENS, pages, range(rows), bits)])
+    positions = list(range(context_tokens, context_tokens + rows))
+    return pack_rows([RowGroup([1] * rows, positions, context_tokens, pages, range(rows), bits)])
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """One rank of a link measurement over torch.distributed (gloo): run as ``python -m flexspec.runtime.link_probe``.
 
-Rank 0 prints JSON: microseconds of transfers and of all-reduces by bytes. ``probe_links`` starts all ranks.
+Times the runtime's own exchanges (distributed_group.py: Seat.meet), each after a stretch of work, as in a step: the
+threads that wait have gone to sleep by then, and a ping-pong that never lets them would show half the time. Every rank
+prints JSON; ``probe_links`` starts all ranks and puts it together.
 """
 
 from __future__ import annotations
@@ -8,16 +10,26 @@ from __future__ import annotations
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flexspec.errors import ToolchainError
+from flexspec.graph import Node, Value
+from flexspec.types import DType, Role, TensorType
 
-SIZES = (8, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)  # bytes
-_REPEATS, _WARM, _TIMEOUT_S = 15, 3, 120
+Meet = Callable[[int, Node, NDArray[np.float32] | None], NDArray[np.float32]]  # as Seat.meet
+SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)  # bytes
+_COLUMNS = 256  # float32, of a row
+_ROW_BYTES = 4 * _COLUMNS
+_WORK_BYTES = 1 << 22  # read between two sums
+_STAGE_READS = 24  # as many times that between two transfers: about a stage's time, in which other ranks fall asleep
+_REPEATS, _WARM, _TIMEOUT_S = 20, 4, 120
 
 
 def probe_links(ranks: int) -> tuple[dict[int, float], dict[int, float]]:
@@ -26,7 +38,7 @@ def probe_links(ranks: int) -> tuple[dict[int, float], dict[int, float]]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-    environment["OMP_NUM_THREADS"] = "1"
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "flexspec.runtime.link_probe"]
     started = [
         subprocess.Popen(
@@ -49,47 +61,86 @@ def probe_links(ranks: int) -> tuple[dict[int, float], dict[int, float]]:
         last = next(err for each, (_, err) in zip(started, answers, strict=True) if each.returncode).strip()
         found = last.splitlines()[-1] if last else "a rank ended without a word"
         raise ToolchainError(f"links could not be measured: {found}", "torch with gloo", "install torch, or --no-links")
-    body = json.loads(answers[0][0])
-    return tuple({int(size): float(us) for size, us in body[key].items()} for key in ("transfer", "reduce"))  # type: ignore[return-value]
+    told = [json.loads(out) for out, _ in answers]
+    transfers = {size: _transfer_us([each["transfer"][str(size)] for each in told[:2]]) for size in SIZES}
+    reduces = {size: _reduce_us([each["reduce"][str(size)] for each in told]) for size in SIZES}
+    return transfers, reduces
 
 
-def _median_us(call: Callable[[], object]) -> float:
-    times = []
-    for i in range(_WARM + _REPEATS):
-        began = time.perf_counter()
-        call()
-        if i >= _WARM:
-            times.append((time.perf_counter() - began) * 1e6)
-    return statistics.median(times)
+def _transfer_us(moments_ns: list[list[int]]) -> float:
+    """From the giver's begin to the taker's end; rank 0 gives first, then they take turns. A host has one clock."""
+    first, second = (np.array(each, np.int64) for each in moments_ns)
+    return float(np.median(np.abs(first - second))) / 1e3
+
+
+def _reduce_us(spent_us: list[list[float]]) -> float:
+    """What a rank spends in it, waiting for the others included."""
+    return float(np.median(np.mean(spent_us, 0)))
+
+
+@dataclass(slots=True)
+class _Probe:
+    """A rank's side. ``meet`` is the exchange of the runtime."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    meet: Meet
+
+    def transfer(self, rows: int) -> list[int]:
+        """When this rank began to give, or had taken, in ns."""
+        moments = []
+        data = np.ones((rows, _COLUMNS), np.float32)
+        for i in range(_WARM + 2 * _REPEATS):
+            giver, taker = (0, 1) if i % 2 == 0 else (1, 0)
+            if self.rank == giver:
+                for _ in range(_STAGE_READS):
+                    _work()
+                moments.append(time.monotonic_ns())
+                self.meet(self.rank, _node("send", to=taker, channel=0), data)
+            elif self.rank == taker:
+                self.meet(self.rank, _node("recv", source=giver, channel=0), None)
+                moments.append(time.monotonic_ns())
+        return moments[_WARM:]
+
+    def reduce(self, rows: int) -> list[float]:
+        """Microseconds in each."""
+        spent = []
+        data = np.ones((rows, _COLUMNS), np.float32)
+        for _ in range(_WARM + _REPEATS):
+            _work()
+            began = time.perf_counter()
+            self.meet(self.rank, _node("reduce", ranks=self.ranks), data)
+            spent.append((time.perf_counter() - began) * 1e6)
+        return spent[_WARM:]
+
+
+_MEMORY = np.ones(_WORK_BYTES // 4, np.float32)
+
+
+def _work() -> None:
+    """What a rank does between exchanges: it reads memory."""
+    float(_MEMORY.sum())
+
+
+def _node(op: str, **attrs: int | tuple[int, ...]) -> Node:
+    result = Value("x", TensorType(DType.F32, ("T", _COLUMNS), Role.ACTIVATION))
+    return Node(op, ("x",), (result,), tuple(sorted(attrs.items())))
 
 
 def main() -> None:
-    import torch
-    import torch.distributed as dist
+    from flexspec.runtime.distributed_group import Seat
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    body: dict[str, dict[int, float]] = {"transfer": {}, "reduce": {}}
+    world = int(os.environ["WORLD_SIZE"])
+    seat = Seat("link probe", world, [tuple(range(world))])
+    probe = _Probe(seat.rank, tuple(range(world)), seat.meet)
+    body: dict[str, dict[int, list[int] | list[float]]] = {"transfer": {}, "reduce": {}}
     for size in SIZES:
-        data = torch.zeros(size, dtype=torch.uint8)
-        floats = torch.zeros(max(1, size // 4), dtype=torch.float32)
-
-        def there_and_back(data: torch.Tensor = data) -> None:
-            if rank == 0:
-                dist.send(data, 1)
-                dist.recv(data, 1)
-            elif rank == 1:
-                dist.recv(data, 0)
-                dist.send(data, 0)
-
-        dist.barrier()
-        body["transfer"][size] = _median_us(there_and_back) / 2
-        dist.barrier()
-        body["reduce"][size] = _median_us(lambda floats=floats: dist.all_reduce(floats))  # type: ignore[misc]
-    if rank == 0:
-        print(json.dumps(body))
-    dist.destroy_process_group()
+        rows = size // _ROW_BYTES
+        seat.begin(rows, rows)
+        body["transfer"][size] = probe.transfer(rows)
+        body["reduce"][size] = probe.reduce(rows)
+    print(json.dumps(body))
+    seat.close()
 
 
 if __name__ == "__main__":
