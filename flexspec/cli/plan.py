@@ -21,6 +21,7 @@ them); so is the acceptance profile, which is found by the SSM's name if it ship
 example:
   flexspec plan examples/configs/llama-65b.json --ssm examples/configs/llama-68m.json --machine a10x4x2 --prove
   flexspec plan examples/configs/llama-2-70b.json --machine h100x8 --requests 32 --objective throughput
+  flexspec plan build/models/SmolLM2-135M-Instruct.Q4_1.gguf --ssm ssm/smollm2-135m --machine cpu2 --compare
 """
 
 
@@ -46,6 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--score", type=Path, metavar="PLAN", help="price a plan by hand (TOML) or an edited one (JSON)"
     )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs="*",
+        metavar="PLAN",
+        help="run these plans (TOML or JSON; none: a list of our own) on this machine and print predicted and measured",
+    )
+    parser.add_argument("--turns", type=int, default=5, help="how often --compare runs each plan (default 5)")
     parser.add_argument("--svg", type=Path, help="draw the plan into this file")
     parser.add_argument("-o", "--output", type=Path, help="write the plan as JSON into this file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the page")
@@ -55,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
     if args.machine == "list":
         return _list_machines()
     problem, acceptance = _problem(args)
+    if args.compare is not None:
+        from flexspec.cli.compare import compare
+
+        return compare(args, problem)
     if args.pareto:
         return _pareto(problem, args.json)
     if args.score:
@@ -96,7 +109,7 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, AcceptanceProfile | Non
     from flexspec.compiler.machine import open_machine
     from flexspec.compiler.plan_models import check_same_vocabulary, open_profile
     from flexspec.compiler.problem import Problem
-    from flexspec.errors import PlanError
+    from flexspec.errors import PlanError, ProfileError
     from flexspec.types import DType
 
     if args.model is None:
@@ -112,7 +125,11 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, AcceptanceProfile | Non
     if args.acceptance:
         acceptance = open_acceptance(args.acceptance)
     elif ssms:
-        acceptance = find_acceptance([ssm.name for ssm in ssms])
+        try:
+            acceptance = find_acceptance([ssm.name for ssm in ssms])
+        except ProfileError:
+            if args.compare is None:  # what a round takes does not depend on the tokens that it brings
+                raise
     limit_us = args.limit_ms * 1e3 if args.objective == "goodput" else float("inf")
     entries = acceptance.entries if acceptance else ()
     problem = Problem(machine, llm, ssms, entries, args.requests, args.context, args.objective, limit_us, degrees)

@@ -1,0 +1,41 @@
+"""``flexspec plan ... --compare``: run plans on this machine and print predicted, measured and ratio."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flexspec.compiler.problem import Problem
+
+
+def compare(args: argparse.Namespace, problem: Problem) -> int:
+    """Plans of ``args.compare``, or a list of our own where it names none."""
+    from flexspec.cli.progress import progress_bars
+    from flexspec.compiler.compare_page import compare_json, compare_page
+    from flexspec.errors import PlanError
+    from flexspec.runtime.compare import Effort, Models, run_trials
+    from flexspec.runtime.compare_trials import check_trials, trials_of_files, trials_of_machine
+    from flexspec.types import DType
+
+    if not 1 <= args.turns <= 1000:
+        raise PlanError(f"--turns {args.turns}", "1 to 1000", "choose a number in that range")
+    trials = trials_of_files(problem, args.compare) if args.compare else trials_of_machine(problem)
+    check_trials(problem, trials, (args.model, *args.ssm))
+    effort = Effort(turns=args.turns)
+    models = Models(args.model, tuple(args.ssm), DType(args.dtype))
+    with progress_bars() as progress:
+        outcomes = run_trials(problem, models, trials, effort, progress)
+    if args.json:
+        print(json.dumps(compare_json(outcomes), indent=1))
+        return 0
+    today = datetime.date.today().isoformat()
+    about = (
+        f"{problem.llm.name} on {problem.machine.name}, {args.dtype}, context {problem.context_tokens}, {today}: "
+        f"{effort.turns} turns of {effort.rounds} rounds each, means of their middle half"
+    )
+    sys.stdout.write(compare_page(outcomes, about))
+    return 0

@@ -1,0 +1,139 @@
+"""Which plans are compared with their prediction: those of plan files, or a list made for the machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from flexspec.compiler.acceptance_profile import OFF, DraftEntry
+from flexspec.compiler.compare import Trial
+from flexspec.compiler.plan import Plan, Stage
+from flexspec.compiler.plan_file import check_runnable, read_plan_file
+from flexspec.compiler.problem import Problem, SsmPlace
+from flexspec.compiler.rounds import Cut
+from flexspec.errors import MachineError, PlanError, ToolchainError
+from flexspec.runtime.drafters.plan import SSMS, DraftPlan
+
+CHAIN, TREE = "chain:4/sources=ssm", "tree:2,2,1/sources=ssm"
+_STATIC = "chain:DEPTH or tree:K1,K2,... with an SSM, whose rows are known, or one of the acceptance profile"
+
+
+def trials_of_files(problem: Problem, paths: Sequence[Path]) -> list[Trial]:
+    """A trial for each rung of every plan's ladder, up to the problem's requests. Raises PlanError, ArtifactError."""
+    trials: list[Trial] = []
+    for path in paths:
+        plan = read_plan_file(path, len(problem.ssms), CHAIN if problem.ssms else "off")
+        check_runnable(plan, problem.llm.blocks, len(problem.ssms))
+        cuts = _cuts(problem, plan)
+        batches = dict.fromkeys(min(batch, problem.requests) for batch, _ in plan.ladder)
+        for batch in batches:
+            trials.append(_trial(problem, plan.stages, cuts, plan.draft_for(batch), batch))
+    return trials
+
+
+def trials_of_machine(problem: Problem) -> list[Trial]:
+    """One rank, two pipelines, tensor parallelism, as far as cores and model allow; with and without drafts."""
+    blocks, most = problem.llm.blocks, problem.requests
+    room = min(max(kind.devices for kind in problem.machine.kinds), cores())
+    parallel = room > 1 and 2 in problem.legal_degrees
+    layouts: list[list[tuple[int, int]]] = [[(blocks, 1)]]  # (blocks, degree) of each stage
+    if room > 1:
+        layouts += [[(first, 1), (blocks - first, 1)] for first in dict.fromkeys((blocks // 2, blocks // 4)) if first]
+    layouts += [[(blocks, 2)]] if parallel else []
+    layouts += [[(blocks // 2, 2), (blocks - blocks // 2, 1)]] if parallel and room > 2 and blocks > 1 else []
+    ways = [("off", 1), ("off", most)]
+    ways += [(CHAIN, min(2, most)), (TREE, 1), (TREE, most)] if problem.ssms else []
+    trials: list[Trial] = []
+    for layout in layouts:
+        stages, cuts = _stages(layout), tuple(Cut(0, degree, count, False) for count, degree in layout)
+        trials += [_trial(problem, stages, cuts, draft, batch) for draft, batch in dict.fromkeys(ways)]
+    return trials
+
+
+def check_trials(problem: Problem, trials: Iterable[Trial], models: Iterable[Path]) -> None:
+    """Refuse what cannot run on this machine. Raises PlanError, MachineError, ToolchainError."""
+    for path in models:
+        if path.suffix == ".json":
+            raise PlanError(f"{path}, a model without weights", "a model that can run", "name its folder or .gguf file")
+    other = next((kind.device for kind in problem.machine.kinds if kind.device.processor != "cpu"), None)
+    if other is not None:
+        raise MachineError(
+            f"machine {problem.machine.name} of {other.name}, no CPU", "a machine file of this machine",
+            "flexspec calibrate writes one; plans on other machines can be priced, not run here",
+        )  # fmt: skip
+    most = max(trial.ranks for trial in trials)
+    if most > cores():
+        raise PlanError(f"a plan of {most} ranks", f"at most {cores()}, a core each", "compare plans of fewer ranks")
+    if most > 1 and importlib.util.find_spec("torch") is None:
+        raise ToolchainError(f"{most} ranks without PyTorch", "torch >= 2.11", "pip install torch")
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def draft_entry(problem: Problem, text: str) -> DraftEntry:
+    """The rows of a draft plan's round, as they really are; tokens a round play no part. Raises PlanError."""
+    plan = DraftPlan.parse(text)
+    known = next((entry for entry in problem.entries if entry.draft == text), None)
+    if plan.method == "off":
+        return OFF
+    if plan.method not in ("chain", "tree") or not set(plan.sources) <= set(SSMS[: len(problem.ssms)]):
+        if known is None:
+            raise PlanError(f"draft plan {text} to compare", _STATIC, f"choose {CHAIN}, for example")
+        return known
+    copies = len(plan.sources) if plan.method == "tree" else 1  # each SSM adds a tree of its own
+    levels = plan.expansion.level_sizes()
+    caught_up = known.ssm_rows[0] if known else 1.0  # what the last round committed
+    return DraftEntry(text, tuple(float(copies * size) for size in levels), 1.0, (caught_up, *_fed_rows(levels)))
+
+
+def _fed_rows(levels: Sequence[int]) -> list[float]:
+    """Rows of the SSM's steps behind its first: branching levels are fed again, an unbranched stem is not."""
+    rows: list[float] = []
+    held = 0
+    for size in levels[:-1]:
+        held += size
+        rows.append(float(held))
+        held = 0 if held == 1 else held
+    return rows
+
+
+def _trial(problem: Problem, stages: tuple[Stage, ...], cuts: tuple[Cut, ...], draft: str, batch: int) -> Trial:
+    entry = draft_entry(problem, draft)
+    shape = " + ".join(f"TP{cut.degree} x {cut.blocks}" for cut in cuts)
+    return Trial(
+        f"{shape}; {draft}", stages, cuts, SsmPlace("none" if entry is OFF else "first"), entry, batch
+    )  # fmt: skip
+
+
+def _stages(layout: Sequence[tuple[int, int]]) -> tuple[Stage, ...]:
+    stages: list[Stage] = []
+    ranks = 0
+    for count, degree in layout:
+        first = stages[-1].end_block if stages else 0
+        stages.append(Stage(first, first + count, tuple(range(ranks, ranks + degree))))
+        ranks += degree
+    return tuple(stages)
+
+
+def _cuts(problem: Problem, plan: Plan) -> tuple[Cut, ...]:
+    """Stages as they are priced: by the kinds of nodes that hold their devices."""
+    machine = problem.machine
+    kinds = machine.node_kinds()
+    cuts: list[Cut] = []
+    before = -1
+    for number, stage in enumerate(plan.stages):
+        devices = [plan.devices[rank] if plan.devices else rank for rank in stage.ranks]
+        nodes = {machine.device_node(device) for device in devices}
+        if len(nodes) > 1 or stage.degree not in problem.llm.ranks:
+            reason = problem.llm.refused.get(stage.degree, "devices of one node, and a degree that is priced")
+            raise PlanError(f"stage {number} of degree {stage.degree} on {devices}", reason, "pass --degrees with it")
+        node = nodes.pop()
+        kind = machine.kinds.index(kinds[node])
+        cuts.append(Cut(kind, stage.degree, stage.end_block - stage.first_block, number > 0 and node != before))
+        before = node
+    return tuple(cuts)
