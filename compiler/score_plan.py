@@ -13,7 +13,7 @@ from flexspec.errors import PlanError
 
 def score_plan(problem: Problem, plan: HandPlan) -> Candidate:
     """The plan's price. Raises PlanError for stages that cannot be, CapacityError with the bytes of a rank too full."""
-    place, cuts = _place(problem, plan), _cuts(problem, plan)
+    place, cuts = _place(problem, plan), stage_cuts(problem, plan)
     if place not in problem.places():
         room = ", ".join(dict.fromkeys(each.name for each in problem.places()))
         raise wrong(f"{plan.source}: ssm = {place.name!r}", f"a place with room for the SSMs: {room}")
@@ -49,7 +49,7 @@ def hand_layout(problem: Problem, plan: HandPlan, place: SsmPlace) -> Layout:
     return Layout(stages, ssm_devices(problem, place, stages))
 
 
-def _cuts(problem: Problem, plan: HandPlan) -> tuple[Cut, ...]:
+def stage_cuts(problem: Problem, plan: HandPlan) -> tuple[Cut, ...]:
     """The stages as the search writes them. A node is entered once: leaving it and coming back is not in the space."""
     machine = problem.machine
     if plan.blocks != problem.llm.blocks:

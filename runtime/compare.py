@@ -148,18 +148,17 @@ def _running(group: _Group) -> Iterator[None]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if ranks > 1:
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    if ranks > 1:  # as torchrun says it
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-m", "flexspec.runtime.compare_rank", json.dumps(asdict(group.job))]
     try:
         for rank in range(ranks):
             pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             group.processes.append(
-                subprocess.Popen(
-                    command, env={**shared, "RANK": str(rank)}, stdin=pipe, stdout=pipe, stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )  # fmt: skip
+                subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.PIPE, text=True)
+            )
         yield
     finally:
         for process in group.processes:
@@ -216,11 +215,11 @@ def _outcomes(problem: Problem, group: _Group) -> Iterator[tuple[Trial, Outcome]
         rounds = group.rounds[number]
         steps = np.array([each["step"] for each in rounds])
 
-        def rank_times(rank: int, steps: Any = steps) -> RankTimes:
+        def rank_times(rank: int, steps: Any = steps, draft: str = trial.entry.draft) -> RankTimes:
             part = folder_of(rank) if several else "llm"
             graph = parse_graph(artifact.read_bytes(f"graph/{part}.fsg").decode())
-            arrays = _load(times_file(group.job, "llm" if rank == 0 else f"rank{rank}"))
-            return RankTimes.of(split_logits(graph)[0], arrays, steps)
+            file = times_file(group.job, f"rank{rank}") if rank else times_file(group.job, "llm.", draft)
+            return RankTimes.of(split_logits(graph)[0], _load(file), steps)
 
         lines = verify_lines([[rank_times(rank) for rank in stage.ranks] for stage in group.stages])
         drafts = DraftPlan.parse(trial.entry.draft)

@@ -38,7 +38,7 @@ class Job:
 
 
 def times_file(job: Job, part: str, draft: str = "") -> Path:
-    """Where the times of "llm" (rank 0), "rankN", or of an SSM's steps with a draft plan are left."""
+    """Where the times of "rankN" are left, and for each draft plan those of rank 0's "llm" and of each SSM."""
     return Path(job.folder) / f"{part}{draft.encode().hex()}.npz"
 
 
@@ -55,10 +55,10 @@ def _lead(job: Job, *, several: bool) -> None:
         ask = Ask(**json.loads(line))
         drafts[ask.draft] = None
         print(json.dumps([asdict(each) for each in runs.run(ask)]), flush=True)
-    assert runs.llm_times is not None
-    _save(times_file(job, "llm"), runs.llm_times)
     for draft in drafts:
-        for number, times in enumerate(runs.ssm_times(draft)):
+        opened = runs.open(draft)
+        _save(times_file(job, "llm.", draft), opened.llm)
+        for number, times in enumerate(opened.ssms):
             _save(times_file(job, f"ssm{number}.", draft), times)
     runs.close()
 
@@ -68,7 +68,7 @@ def _follow(job: Job, rank: int) -> None:
     from flexspec.runtime.distributed_open import run_follower
 
     kept: list[StepTimes] = []
-    run_follower(Path(job.artifact), job.options(), lambda shard: kept.append(shard.keep_times()))
+    run_follower(Path(job.artifact), job.options(), lambda program: kept.append(program.keep_times()))
     _save(times_file(job, f"rank{rank}"), kept[0])
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from flexspec.compiler.acceptance_profile import OFF, DraftEntry
 from flexspec.compiler.compare import Trial
-from flexspec.compiler.plan import Plan, Stage
-from flexspec.compiler.plan_file import check_runnable, read_plan_file
+from flexspec.compiler.plan import Stage
+from flexspec.compiler.plan_file import check_runnable, read_hand_plan, read_plan, wrong
 from flexspec.compiler.problem import Problem, SsmPlace
 from flexspec.compiler.rounds import Cut
+from flexspec.compiler.score_plan import stage_cuts
 from flexspec.errors import MachineError, PlanError, ToolchainError
 from flexspec.runtime.drafters.plan import SSMS, DraftPlan
 
@@ -21,15 +22,20 @@ _STATIC = "chain:DEPTH or tree:K1,K2,... with an SSM, whose rows are known, or o
 
 
 def trials_of_files(problem: Problem, paths: Sequence[Path]) -> list[Trial]:
-    """A trial for each rung of every plan's ladder, up to the problem's requests. Raises PlanError, ArtifactError."""
+    """A trial for each rung of every plan's ladder, up to the problem's requests. Raises PlanError."""
     trials: list[Trial] = []
     for path in paths:
-        plan = read_plan_file(path, len(problem.ssms), CHAIN if problem.ssms else "off")
-        check_runnable(plan, problem.llm.blocks, len(problem.ssms))
-        cuts = _cuts(problem, plan)
-        batches = dict.fromkeys(min(batch, problem.requests) for batch, _ in plan.ladder)
-        for batch in batches:
-            trials.append(_trial(problem, plan.stages, cuts, plan.draft_for(batch), batch))
+        plan = read_plan(path, len(problem.ssms), CHAIN if problem.ssms else "off")
+        check_runnable(plan, problem.llm.blocks, len(problem.ssms) if plan.ssm_ranks else 0)
+        if any(ranks != (0,) for ranks in plan.ssm_ranks) or any(count > 1 for count in plan.micro_batches):
+            raise wrong(
+                f"{path.name}: SSMs on ranks {list(plan.ssm_ranks)}, micro-batches {list(plan.micro_batches)}",
+                "SSMs on rank 0 and one micro-batch: what overlaps cannot be told apart yet",
+            )
+        cuts = stage_cuts(problem, read_hand_plan(path, problem.requests))
+        for batch in dict.fromkeys(min(batch, problem.requests) for batch, _ in plan.ladder):
+            draft = plan.draft_for(batch) if plan.ssm_ranks else "off"
+            trials.append(_trial(problem, plan.stages, cuts, draft, batch))
     return trials
 
 
@@ -118,22 +124,3 @@ def _stages(layout: Sequence[tuple[int, int]]) -> tuple[Stage, ...]:
         stages.append(Stage(first, first + count, tuple(range(ranks, ranks + degree))))
         ranks += degree
     return tuple(stages)
-
-
-def _cuts(problem: Problem, plan: Plan) -> tuple[Cut, ...]:
-    """Stages as they are priced: by the kinds of nodes that hold their devices."""
-    machine = problem.machine
-    kinds = machine.node_kinds()
-    cuts: list[Cut] = []
-    before = -1
-    for number, stage in enumerate(plan.stages):
-        devices = [plan.devices[rank] if plan.devices else rank for rank in stage.ranks]
-        nodes = {machine.device_node(device) for device in devices}
-        if len(nodes) > 1 or stage.degree not in problem.llm.ranks:
-            reason = problem.llm.refused.get(stage.degree, "devices of one node, and a degree that is priced")
-            raise PlanError(f"stage {number} of degree {stage.degree} on {devices}", reason, "pass --degrees with it")
-        node = nodes.pop()
-        kind = machine.kinds.index(kinds[node])
-        cuts.append(Cut(kind, stage.degree, stage.end_block - stage.first_block, number > 0 and node != before))
-        before = node
-    return tuple(cuts)

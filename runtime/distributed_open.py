@@ -41,7 +41,6 @@ from flexspec.runtime.step import Executor
 from flexspec.text import parse_graph
 from flexspec.types import PAGE_TOKENS
 
-
 Watch = Callable[[CpuRank], object]  # is shown a rank's program before its first step
 
 

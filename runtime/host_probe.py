@@ -46,11 +46,10 @@ def probe_host(path: Path) -> HostTimes:
     try:
         for _ in range(_TURNS):
             for ask in asks:
-                found = runs.run(ask)
+                found, opened = runs.run(ask), runs.open(ask.draft)
                 rounds.append((ask.batch, statistics.median(r.total_us - r.draft_us - r.verify_us for r in found)))
-                assert runs.llm_times is not None
-                steps.append((0, statistics.median(_around(runs.llm_times, [(r.step, r.step + 1) for r in found]))))
-                steps += [(ask.batch, us) for us in _between(found, runs.ssm_times(ask.draft))]
+                steps.append((0, statistics.median(_around(opened.llm, [(r.step, r.step + 1) for r in found]))))
+                steps += [(ask.batch, us) for us in _between(found, opened.ssms)]
     finally:
         runs.close()
     round_us, request_us = line_fit(rounds)

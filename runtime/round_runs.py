@@ -19,9 +19,8 @@ from flexspec.compiler.model_record import PartRecord
 from flexspec.errors import EngineError
 from flexspec.runtime.api import Delta, RequestStats
 from flexspec.runtime.cpu_executor import CpuExecutor
-from flexspec.runtime.cpu_rank import CpuRank
 from flexspec.runtime.drafters.budget import SpeculationWatch
-from flexspec.runtime.drafters.plan import DraftPlan, worst_case
+from flexspec.runtime.drafters.plan import SSMS, DraftPlan, worst_case
 from flexspec.runtime.engine import Engine
 from flexspec.runtime.open_engine import Served, ServeOptions, open_engine
 from flexspec.runtime.step import Executor
@@ -83,51 +82,56 @@ class _Heard:
     def set_load(self, running: int, queued: int) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The engine of a draft plan, and the times of its LLM's steps (of rank 0's shard) and of each SSM's."""
+
+    served: Served
+    heard: _Heard
+    llm: StepTimes
+    ssms: list[StepTimes]
+
+
 class RoundRuns:
-    """``several``: other ranks of the artifact's plan run too. ``llm_times``: of the LLM, or of rank 0's shard."""
+    """``several``: other ranks of the artifact's plan run too, and all draft plans share them."""
 
     def __init__(self, path: Path, options: ServeOptions, *, several: bool = False) -> None:
-        self.path, self.options, self.several = path, options, several
-        self.artifact = open_artifact(path, check_digests=False)
-        self._llm: Executor | None = None
-        self.llm_times: StepTimes | None = None
-        self._engines: dict[str, tuple[Served, _Heard, list[StepTimes]]] = {}
+        self._path, self._options, self._several = path, options, several
+        self._artifact = open_artifact(path, check_digests=False)
+        self._ranks: tuple[Executor, StepTimes] | None = None
+        self._engines: dict[str, Opened] = {}
 
-    def open(self, draft: str) -> tuple[Served, _Heard, list[StepTimes]]:
-        """The engine of a draft plan, made at first use."""
+    def open(self, draft: str) -> Opened:
+        """The engine of a draft plan, made at first use. Raises what open_engine raises."""
         if draft not in self._engines:
             heard = _Heard()
-            first = None if self._llm is None and not self.several else self._open_llm
-            served = open_engine(self.path, replace(self.options, draft=draft), heard, first)
-            if self._llm is None:
-                self._llm = served.executors[0]
-            models = ["llm", *served.draft.sources]
-            times = []
-            for name, executor in zip(models[1:], served.executors[1:], strict=False):
-                assert isinstance(executor, CpuExecutor)
-                times.append(executor.keep_times(self._nodes(name)))
-            if isinstance(self._llm, CpuExecutor) and self.llm_times is None:
-                self.llm_times = self._llm.keep_times(self._nodes("llm"))
-            self._engines[draft] = served, heard, times
+            asked = replace(self._options, draft=draft)
+            served = open_engine(self._path, asked, heard, self._open_llm if self._several else None)
+            llm, *ssms = served.executors
+            times = self._ranks[1] if self._ranks else self._keep_times("llm", llm)
+            names = [name for name in SSMS if name in served.draft.sources]  # in the order of executors
+            kept = [self._keep_times(name, each) for name, each in zip(names, ssms, strict=True)]
+            self._engines[draft] = Opened(served, heard, times, kept)
         return self._engines[draft]
 
-    def _nodes(self, part: str) -> int:
-        return len(parse_graph(self.artifact.read_bytes(f"graph/{part}.fsg").decode()).nodes)
+    def _keep_times(self, part: str, executor: Executor) -> StepTimes:
+        assert isinstance(executor, CpuExecutor)
+        return executor.keep_times(len(parse_graph(self._artifact.read_bytes(f"graph/{part}.fsg").decode()).nodes))
 
     def _open_llm(self, artifact: Artifact, llm: PartRecord, options: ServeOptions) -> Executor:
-        if self._llm is None:
+        """The ranks' executor, once for all; with the options that the other ranks have."""
+        if self._ranks is None:
             from flexspec.runtime.distributed_open import open_leader
 
-            self._llm = open_leader(artifact, llm, options, self._watch)
-        return self._llm
-
-    def _watch(self, shard: CpuRank) -> None:
-        self.llm_times = shard.keep_times()
+            kept: list[StepTimes] = []
+            executor = open_leader(artifact, llm, self._options, lambda program: kept.append(program.keep_times()))
+            self._ranks = executor, kept[0]
+        return self._ranks[0]
 
     def run(self, ask: Ask) -> list[Round]:
         """Fill the contexts and run rounds: those behind the warm ones. Raises EngineError when a request ends."""
-        served, heard, ssm_times = self.open(ask.draft)
-        engine = served.engine
+        opened = self.open(ask.draft)
+        engine = opened.served.engine
         engine.watch = SpeculationWatch()  # what it learned of other rounds must not switch drafting off in these
         started: set[int] = set()
         ended: list[str] = []
@@ -143,7 +147,7 @@ class RoundRuns:
         rounds: list[Round] = []
         while len(rounds) < ask.warm + ask.rounds:
             decoding = len(started) == ask.batch  # no prompt is part of the step
-            each = self._round(engine, heard, ssm_times)
+            each = _round(engine, opened)
             if ended:
                 raise EngineError(f"a request that ended ({ended[0]})", "rounds until all are measured", "report this")
             rounds += [each] if decoding else []
@@ -153,27 +157,19 @@ class RoundRuns:
             pass
         return rounds[ask.warm :]
 
-    def _round(self, engine: Engine, heard: _Heard, ssm_times: Sequence[StepTimes]) -> Round:
-        """One step of the engine."""
-        assert self.llm_times is not None
-        heard.seconds.clear()
-        step = len(self.llm_times.calls_ns)
-        first = [len(each.calls_ns) for each in ssm_times]
-        began = time.perf_counter()
-        engine.step()
-        total_us = (time.perf_counter() - began) * 1e6
-        spans = [(begin, len(each.calls_ns)) for begin, each in zip(first, ssm_times, strict=True)]
-        draft_us, verify_us = (heard.seconds.get(kind, 0.0) * 1e6 for kind in ("draft", "verify"))
-        return Round(total_us, draft_us, verify_us, step, spans)
-
-    def ssm_times(self, draft: str) -> list[StepTimes]:
-        """Of the steps of each SSM with a draft plan, in the plan's order."""
-        return self._engines[draft][2]
-
     def close(self) -> None:
-        """Close the LLM, which ends the other ranks, and all SSMs."""
-        for served, _, _ in self._engines.values():
-            for executor in served.executors[1:]:
-                executor.close()
-        if self._llm is not None:
-            self._llm.close()
+        """Close all engines, which ends the other ranks."""
+        for opened in self._engines.values():
+            opened.served.close()
+
+
+def _round(engine: Engine, opened: Opened) -> Round:
+    """One step of the engine."""
+    opened.heard.seconds.clear()
+    step, first = len(opened.llm.calls_ns), [len(each.calls_ns) for each in opened.ssms]
+    began = time.perf_counter()
+    engine.step()
+    total_us = (time.perf_counter() - began) * 1e6
+    spans = [(begin, len(each.calls_ns)) for begin, each in zip(first, opened.ssms, strict=True)]
+    draft_us, verify_us = (opened.heard.seconds.get(kind, 0.0) * 1e6 for kind in ("draft", "verify"))
+    return Round(total_us, draft_us, verify_us, step, spans)
