@@ -11,42 +11,59 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from flexspec.runtime.distributed_executor import DistributedExecutor, Spent
+from flexspec.compiler.artifact import Artifact
+from flexspec.compiler.model_record import PartRecord
+from flexspec.runtime.api import Delta
+from flexspec.runtime.distributed_executor import DistributedExecutor
 from flexspec.runtime.distributed_open import open_leader, run_follower
 from flexspec.runtime.open_engine import OpenLlm, Served, ServeOptions, open_engine
 from flexspec.sampling import SamplingParams
 
-PROMPTS = ("Why is the sky blue?", "Write a short poem about the sea.", "Explain how a bicycle stays upright.")
+PROMPTS = (
+    "Why is the sky blue?",
+    "Write a short poem about the sea.",
+    "Explain how a bicycle stays upright.",
+    "List five uses of a paper clip.",
+    "What is the capital of Australia, and why not Sydney?",
+    "Tell a story about a lighthouse keeper.",
+    "How do I boil an egg?",
+    "Summarise the plot of Hamlet in four sentences.",
+)
+OPTIONS = ServeOptions(threads=1, kv_tokens=8192, checks=False)
 
 
-def run(served: Served, tokens: int) -> tuple[int, float, list[str]]:
-    """Tokens, seconds of rounds and texts of the prompts, one after another; the first one also warms up."""
+def run(served: Served, tokens: int, together: int) -> tuple[int, float, list[str]]:
+    """Tokens, seconds of rounds and texts of the prompts, ``together`` at a time; the first ones also warm up."""
     made, seconds, texts = 0, 0.0, []
-    for number, prompt in enumerate((PROMPTS[0], *PROMPTS)):
-        parts: list[str] = []
+    waves = [PROMPTS[i : i + together] for i in range(0, len(PROMPTS), together)]
+    for number, wave in enumerate((waves[0], *waves)):
+        parts: list[list[str]] = [[] for _ in wave]
         count = [0]
 
-        def hear(text: str, new: int, parts: list[str] = parts, count: list[int] = count) -> None:
-            parts.append(text)
-            count[0] += new
+        def hear(at: int, delta: Delta, parts: list[list[str]] = parts, count: list[int] = count) -> None:
+            parts[at].append(delta.text)
+            count[0] += len(delta.token_ids)
 
-        text = served.chat.render([{"role": "user", "content": prompt}]) if served.chat else prompt
-        ids = served.tokenizer.encode(text, add_special=not served.chat)
         began = time.perf_counter()
-        served.engine.submit(ids, SamplingParams(max_tokens=tokens), lambda d: hear(d.text, len(d.token_ids)))
+        for at, prompt in enumerate(wave):
+            text = served.chat.render([{"role": "user", "content": prompt}]) if served.chat else prompt
+            ids = served.tokenizer.encode(text, add_special=not served.chat)
+            served.engine.submit(ids, SamplingParams(max_tokens=tokens), partial(hear, at))
         while served.engine.step():
             pass
         if number:
             made, seconds = made + count[0], seconds + time.perf_counter() - began
-            texts.append("".join(parts))
+            texts += ["".join(each) for each in parts]
     return made, seconds, texts
 
 
-def measure(path: Path, draft: str, tokens: int, open_llm: OpenLlm | None) -> tuple[float, list[str]]:
-    served = open_engine(path, ServeOptions(draft=draft, threads=1, kv_tokens=4096, checks=False), None, open_llm)
-    made, seconds, texts = run(served, tokens)
+def measure(path: Path, draft: str, tokens: int, together: int, open_llm: OpenLlm | None) -> tuple[float, list[str]]:
+    served = open_engine(path, replace(OPTIONS, draft=draft), None, open_llm)
+    made, seconds, texts = run(served, tokens, together)
     if open_llm is None:
         served.close()
     return made / seconds, texts
@@ -56,35 +73,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--together", type=int, default=1, help="requests at the same time (default 1)")
+    parser.add_argument(
+        "--draft", default="auto", help="draft plan (default: the artifact's); not one that needs ranks"
+    )
     args = parser.parse_args()
-    options = ServeOptions(threads=1, kv_tokens=4096, checks=False)
+    options = replace(OPTIONS, draft=args.draft)
     if os.environ["RANK"] != "0":
         run_follower(args.artifact, options)
         return
-    drafts = ("off", "auto")
-    alone = {draft: measure(args.artifact, draft, args.tokens, None) for draft in drafts}
+    base, wanted = measure(args.artifact, args.draft, args.tokens, args.together, None)
     kept: list[DistributedExecutor] = []
 
-    def open_once(*given: object) -> DistributedExecutor:
-        if not kept:
-            kept.append(open_leader(*given))  # type: ignore[arg-type]
-        kept[0].spent = Spent()
+    def open_once(artifact: Artifact, llm: PartRecord, options: ServeOptions) -> DistributedExecutor:
+        kept.append(open_leader(artifact, llm, options))
         return kept[0]
 
-    equal = True
-    for draft in drafts:
-        rate, texts = measure(args.artifact, draft, args.tokens, open_once)
-        spent, (base, wanted) = kept[0].spent, alone[draft]
-        equal &= texts == wanted
-        per = [1e3 * s / spent.steps for s in (spent.tell_s, spent.shard_s, spent.wait_s)]
-        print(
-            f"draft {draft}: one rank {base:.1f} tokens/s, ranks {rate:.1f}, ratio {rate / base:.3f}; a step of "
-            f"rank 0: tell {per[0]:.2f} ms, shard and exchanges {per[1]:.2f} ms, wait for results {per[2]:.2f} ms; "
-            f"texts {'equal' if texts == wanted else 'differ'}",
-            flush=True,
-        )
+    rate, texts = measure(args.artifact, args.draft, args.tokens, args.together, open_once)
+    spent = kept[0].spent
+    per = [1e3 * s / spent.steps for s in (spent.tell_s, spent.shard_s, spent.wait_s)]
+    print(
+        f"draft {args.draft}, {args.together} together: one rank {base:.1f} tokens/s, ranks {rate:.1f}, ratio "
+        f"{rate / base:.3f}; a step of rank 0: tell {per[0]:.2f} ms, shard and exchanges {per[1]:.2f} ms, wait for "
+        f"results {per[2]:.2f} ms; texts {'equal' if texts == wanted else 'differ'}",
+        flush=True,
+    )
     kept[0].close()
-    sys.exit(0 if equal else 1)
+    sys.exit(0 if texts == wanted else 1)
 
 
 if __name__ == "__main__":
