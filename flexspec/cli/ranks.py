@@ -34,6 +34,12 @@ def is_rank() -> bool:
     return world_size() > 1 or LAUNCHER in os.environ
 
 
+def check_launched(restart: int) -> None:
+    """Raises CapacityError for ``--restart`` in a rank that torchrun started: it has no say in that."""
+    if restart and LAUNCHER not in os.environ:
+        raise CapacityError("--restart under torchrun", "it with --ranks", "give torchrun --max-restarts instead")
+
+
 def run_rank(artifact: Path, options: ServeOptions, serve: Callable[[OpenLlm | None], int]) -> NoReturn:
     """Be one rank, to the end of the process: rank 0 runs ``serve``, the others follow it.
 

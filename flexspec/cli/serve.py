@@ -56,11 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from flexspec.cli.launch import launch
-    from flexspec.cli.ranks import is_rank, run_rank
+    from flexspec.cli.ranks import check_launched, is_rank, run_rank
     from flexspec.cli.running import serve_options
 
     options = serve_options(args)
     if is_rank():
+        check_launched(args.restart)
         return run_rank(args.artifact, options, lambda open_llm: _serve_on_port(args, options, open_llm))
     if args.ranks != 1 or args.restart:
         return launch(args)

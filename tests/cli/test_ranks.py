@@ -183,5 +183,7 @@ def test_what_cannot_be_started_is_told(folder: Path) -> None:
     done = flexspec("serve", folder / "tp2.fspec", "--ranks", "2", "--restart", "--draft", "wild", "--port", "0")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, "told once, and not tried again"
     assert "'wild'" in done.stderr and "again" not in done.stderr
+    done = flexspec("serve", folder / "tp2.fspec", "--restart", RANK="1", WORLD_SIZE="2")
+    assert done.returncode == 2 and "--max-restarts" in done.stderr
     wrong = flexspec("serve", folder / "tp2.fspec", "--port", "0", RANK="0", WORLD_SIZE="3")
     assert wrong.returncode == 2 and PlanError.code in wrong.stderr and "--ranks 2" in wrong.stderr
