@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 
 from flexspec.compiler.machine import Device, Link, Points
 from flexspec.compiler.profile import Call, Sizes
@@ -91,7 +92,10 @@ def call_us(device: Device, link: Link, dtype: DType, call: Call, sizes: Sizes, 
     if name == "reduce":
         return all_reduce_us(link, link.sent_bytes(call.inputs[0].bytes(sizes), dtype), degree)
     if name == "combine":
-        return all_gather_us(link, link.sent_bytes(call.outputs[0].bytes(sizes), dtype), degree)
+        result = call.outputs[0]
+        if call.joins_logits and device.processor == "cpu":  # greedy rounds tell each rank's best alone (cpu_rank.py)
+            result = replace(result, dims=(result.dims[0], 2 * degree))
+        return all_gather_us(link, link.sent_bytes(result.bytes(sizes), dtype), degree)
     assert not call.record.exchange, f"{name} inside a stage has no price"
     return op_us(device, dtype, call, sizes)
 

@@ -25,12 +25,13 @@ UNITS = ("front", "block", "back")  # before the blocks, one block, after the bl
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator on a rank's operands."""
+    """One operator on a rank's operands. ``joins_logits``: it makes the ranks' shares of the logits whole."""
 
     record: OpRecord
     inputs: tuple[TensorType, ...]
     outputs: tuple[TensorType, ...]
     attrs: Attrs
+    joins_logits: bool = False
 
     def flops(self, sizes: Sizes) -> int:
         return self.record.flops(self.inputs, self.outputs, self.attrs, sizes)
@@ -164,7 +165,7 @@ def _rank_profile(graph: Graph, degree: int, passes: Sequence[Pass]) -> RankProf
     kv = [types[name] for node in split["block"] for name in node.inputs if types[name].role is Role.KV]
     return RankProfile(
         degree,
-        {unit: tuple(_travelling(_call(node, types), unit, degree) for node in part) for unit, part in split.items()},
+        {unit: tuple(_call(node, types, unit) for node in part) for unit, part in split.items()},
         {unit: size(names) for unit, names in reads.items()},
         size(shared),
         sum(kind.dtype.size_bytes * _extent(kind.dims[2]) * _extent(kind.dims[3]) for kind in kv),
@@ -190,17 +191,10 @@ def _bytes_of(names: set[str], types: Mapping[str, TensorType]) -> int:
     return sum(types[name].bytes({}) for name in names)
 
 
-def _call(node: Node, types: Mapping[str, TensorType]) -> Call:
+def _call(node: Node, types: Mapping[str, TensorType], unit: str) -> Call:
     inputs = tuple(types[name] for name in node.inputs)
-    return Call(record_of(node), inputs, tuple(value.type for value in node.outputs), dict(node.attrs))
-
-
-def _travelling(call: Call, unit: str, degree: int) -> Call:
-    """The join of the logits' shares as greedy rounds do it: each rank tells its best value and where that is."""
-    if unit != "back" or call.record.name != "combine":
-        return call
-    pairs = replace(call.outputs[0], dims=(call.outputs[0].dims[0], 2 * degree))
-    return replace(call, outputs=(pairs,))
+    joins = unit == "back" and node.op == "combine"
+    return Call(record_of(node), inputs, tuple(value.type for value in node.outputs), dict(node.attrs), joins)
 
 
 def _extent(dim: int | str) -> int:
