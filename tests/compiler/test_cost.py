@@ -5,15 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planning import CONFIGS, ENTRIES, make_device, make_link, make_machine, tiny_profile, with_layers
+from planning import CONFIGS, ENTRIES, constant, make_device, make_link, make_machine, tiny_profile, with_layers
 
-from flexspec.compiler.cost import all_gather_us, all_reduce_us, broadcast_us, hop_us, interpolate, op_us, unit_us
-from flexspec.compiler.machine import NodeKind
+from flexspec.compiler.acceptance_profile import OFF
+from flexspec.compiler.cost import (
+    all_gather_us,
+    all_reduce_us,
+    broadcast_us,
+    call_us,
+    hop_us,
+    interpolate,
+    op_us,
+    unit_us,
+)
+from flexspec.compiler.machine import NodeKind, Peaks
 from flexspec.compiler.memory import Workload, cache_tokens, graph_bytes, rank_bytes
 from flexspec.compiler.pipeline import LLM_PASSES, run_passes
 from flexspec.compiler.plan_models import check_same_vocabulary, open_profile
 from flexspec.compiler.problem import Problem, SsmPlace
 from flexspec.compiler.profile import step_sizes
+from flexspec.compiler.rounds import Cut, Prices, round_cost
 from flexspec.errors import ModelConfigError, PlanError
 from flexspec.models.registry import build_model
 from flexspec.types import PAGE_TOKENS, DType
@@ -143,3 +154,54 @@ def test_an_ssm_must_share_the_vocabulary() -> None:
         check_same_vocabulary(CONFIGS["mha"], [tiny_profile("gqa")])
     with pytest.raises(ModelConfigError, match="pass it with --ssm"):
         open_profile(ROOT / "ssm" / "smollm2-135m", DType.BF16)
+
+
+def test_what_a_link_and_an_operator_say_of_themselves() -> None:
+    """Rows that travel wider than they are; an operator's own peaks; the join of the logits on CPUs."""
+    device, link = make_device(bandwidth=1e9, flops=1e15, launch_us=0.0), make_link(alpha_us=0.0, bandwidth=1e6)
+    wide = replace(link, element_bytes=constant(4.0))
+    rank = tiny_profile("mha").ranks[2]
+    sizes = step_sizes(3, 1, 32)
+    block = {call.record.name: call for call in rank.calls["block"]}
+    sent = [call_us(device, each, DType.BF16, block["reduce"], sizes, 2) for each in (link, wide)]
+    assert sent[1] == pytest.approx(2 * sent[0]) and sent[0] == pytest.approx(3 * 48 * 2)  # [T, E] in bf16, in us
+    slow = replace(device, operators={"attention": Peaks(constant(1e8), constant(1e15))})
+    times = [op_us(each, DType.BF16, block["attention"], sizes) for each in (device, slow)]
+    assert times[1] == pytest.approx(10 * times[0])
+    assert op_us(slow, DType.BF16, block["rms_norm"], sizes) == op_us(device, DType.BF16, block["rms_norm"], sizes)
+    join = next(call for call in rank.calls["back"] if call.record.name == "combine")
+    whole = call_us(device, link, DType.BF16, join, sizes, 2)
+    pairs = call_us(replace(device, processor="cpu"), link, DType.BF16, join, sizes, 2)
+    assert whole == pytest.approx(3 * 256 * 2 / 2) and pairs == pytest.approx(
+        3 * 4 * 2 / 2
+    )  # half comes from the other
+
+
+def test_the_host_hands_steps_over() -> None:
+    """Each stage once, each SSM step with its requests, and once more to tell other ranks."""
+    kind = NodeKind(make_device(), 2, make_link(), 1)
+    llm, ssm = with_layers(tiny_profile("mha"), 4), tiny_profile("ssm", ssm=True)
+    found = []
+    for step_us, request_us in ((0.0, 0.0), (100.0, 10.0)):
+        machine = replace(make_machine(kind), step_us=constant(step_us), step_request_us=constant(request_us))
+        problem = Problem(machine, llm, (ssm,), ENTRIES, 4, 64, degrees=(1, 2))
+        costs = []
+        for cuts in ((Cut(0, 1, 4, False),), (Cut(0, 1, 2, False), Cut(0, 1, 2, False)), (Cut(0, 2, 4, False),)):
+            for place, entry in ((SsmPlace("none"), OFF), (SsmPlace("first"), ENTRIES[0])):
+                costs.append(round_cost(Prices(problem, place, entry, 3), cuts).latency_us)
+        found.append(costs)
+    drafting = 3 * (100 + 3 * 10)  # chain:3 makes three SSM steps
+    expected = [100, 100 + drafting, 300, 300 + drafting, 200, 200 + drafting]
+    assert [b - a for a, b in zip(*found, strict=True)] == pytest.approx(expected)
+
+
+def test_states_that_an_ssm_reads_travel_with_the_rows() -> None:
+    kind = NodeKind(make_device(), 2, make_link(alpha_us=50.0), 1)
+    llm, plain = with_layers(tiny_profile("mha"), 4), tiny_profile("ssm", ssm=True)
+    hops = []
+    for taps in ((), (1, 3)):
+        problem = Problem(make_machine(kind), llm, (replace(plain, taps=taps),), ENTRIES, 4, 64)
+        hops.append([Prices(problem, SsmPlace(name), ENTRIES[0], 1).hop_us(0, 1, 1, new_node=False)
+                     for name in ("none", "first")])  # fmt: skip
+    (off, without), (none, tapped) = hops
+    assert off == without == none and tapped == pytest.approx((1 + 3 / 4 + 1 / 4) * without)
