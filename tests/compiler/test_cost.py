@@ -172,9 +172,8 @@ def test_what_a_link_and_an_operator_say_of_themselves() -> None:
     join = next(call for call in rank.calls["back"] if call.record.name == "combine")
     whole = call_us(device, link, DType.BF16, join, sizes, 2)
     pairs = call_us(replace(device, processor="cpu"), link, DType.BF16, join, sizes, 2)
-    assert whole == pytest.approx(3 * 256 * 2 / 2) and pairs == pytest.approx(
-        3 * 4 * 2 / 2
-    )  # half comes from the other
+    assert whole == pytest.approx(3 * 256 * 2 / 2)  # half comes from the other rank
+    assert pairs == pytest.approx(3 * 4 * 2 / 2)
 
 
 def test_the_host_hands_steps_over() -> None:
