@@ -160,7 +160,7 @@ class Engine:
         decoding = [r for r in batch.members if r.prefilled]
         prompts = [r for r in batch.members if not r.prefilled]
         draft = None
-        if decoding and self.watch.enabled and self.drafter.ladder.drafts:
+        if decoding and self.watch.enabled and self.drafter.drafts:
             most = self._most_nodes(decoding, prompts)
             wishes = [self._wish(running, most) for running in decoding]
             draft = self.drafter.start(wishes, len(self._scheduler.running))
@@ -237,7 +237,7 @@ class Engine:
             seconds = time.perf_counter() - this.began
             if this.draft is not None and this.draft.plan.method != "off":
                 self.watch.record_round(requests, committed, seconds)
-            elif self.drafter.ladder.drafts:
+            elif self.drafter.drafts:
                 self.watch.record_plain(requests, seconds)
 
     def _settle(self, work: Sequence[Work], result: StepResult) -> int:

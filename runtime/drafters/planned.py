@@ -26,30 +26,32 @@ _HEADROOM = 1.5  # asked over usual: a source that could give more shows it, and
 _SPARE_NODES = 2
 
 
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """What a plan drafts with: cheap sources, SSMs of this process, SSMs elsewhere; and the most it may draft."""
+
+    cheap: list[Drafter]
+    local: list[ModelDrafter]
+    distant: list[DistantDrafter]
+    limits: WorstCase
+
+    @classmethod
+    def of(cls, plan: DraftPlan, drafters: Sequence[Drafter]) -> _Sources:
+        models = [drafter for drafter in drafters if isinstance(drafter, ModelDrafter)]
+        distant = [model for model in models if isinstance(model, DistantDrafter)]
+        cheap = [drafter for drafter in drafters if not isinstance(drafter, ModelDrafter)]
+        return cls(cheap, [model for model in models if model not in distant], distant, worst_case(plan))
+
+
 @dataclass(slots=True)
 class Draft:
     """A draft under way: what was asked, what the sources of this process gave so far, and who else is at work."""
 
     plan: DraftPlan
+    sources: _Sources
     requests: list[DraftRequest]  # limited to the plan
     merged: list[TokenTree] | None = None
     elsewhere: list[DistantDrafter] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sources:
-    """The drafters of one plan: cheap ones, SSMs of this process, SSMs elsewhere."""
-
-    cheap: list[Drafter]
-    local: list[ModelDrafter]
-    distant: list[DistantDrafter]
-
-    @classmethod
-    def of(cls, drafters: Sequence[Drafter]) -> _Sources:
-        models = [drafter for drafter in drafters if isinstance(drafter, ModelDrafter)]
-        distant = [model for model in models if isinstance(model, DistantDrafter)]
-        cheap = [drafter for drafter in drafters if not isinstance(drafter, ModelDrafter)]
-        return cls(cheap, [model for model in models if model not in distant], distant)
 
 
 class PlannedDrafter:
@@ -74,13 +76,13 @@ class PlannedDrafter:
         self.calibration = Calibration()
         self.step_cost = step_cost
         self.draft_cost = 0.0
-        self.limits = ladder.worst
+        self.limits, self.drafts = ladder.worst, ladder.drafts
         self._usual_nodes = float(self.limits.max_nodes)  # verified nodes a request, smoothed
         self._drafters = [by_name[source] for source in ladder.sources]
         self._sources = {
-            plan: _Sources.of([by_name[source] for source in plan.sources])
-            for plan in ladder.plans if plan.method != "off"
-        }  # fmt: skip
+            plan: _Sources.of(plan, [by_name[source] for source in plan.sources if plan.method != "off"])
+            for plan in ladder.plans
+        }
         self.reads_features = any(drafter.reads_features for drafter in self._drafters)
         self._clock = clock
         self.models = [drafter for drafter in self._drafters if isinstance(drafter, ModelDrafter)]
@@ -120,11 +122,11 @@ class PlannedDrafter:
     def start(self, requests: Sequence[DraftRequest], batch: int | None = None) -> Draft:
         """Begin a draft: SSMs on other ranks set out, the cheap sources are done. ``batch``: requests in all."""
         plan = self.ladder.for_batch(len(requests) if batch is None else batch)
+        sources = self._sources[plan]
         if plan.method == "off" or not requests:
-            return Draft(plan, list(requests))
+            return Draft(plan, sources, list(requests))
         self._begin_round(plan, requests)
-        limits, sources = worst_case(plan), self._sources[plan]
-        draft = Draft(plan, [self._limit(limits, request) for request in requests])
+        draft = Draft(plan, sources, [self._limit(sources.limits, request) for request in requests])
         draft.merged = self._merge([drafter.propose(draft.requests) for drafter in sources.cheap]) or None
         draft.elsewhere = [model for model in sources.distant if self._pays(model, draft)]
         for model in draft.elsewhere:
@@ -137,7 +139,7 @@ class PlannedDrafter:
         plan, requests = draft.plan, draft.requests
         if plan.method == "off" or not requests:
             return [TokenTree.root_only(request.last_token) for request in requests]
-        for model in self._sources[plan].local:
+        for model in draft.sources.local:
             if self._pays(model, draft):
                 model.use(plan)
                 self._add(draft, model.propose(requests))
