@@ -77,10 +77,11 @@ def test_a_solver_forgets_what_lay_above_the_ceiling() -> None:
 def test_equal_times_leave_the_most_memory() -> None:
     """Two stages that one device cannot hold: every split takes the same time, the roomiest is taken."""
     llm = with_layers(tiny_profile("gqa"), 9)
-    memory = llm.weight_bytes() * 0.8
-    kind = NodeKind(make_device(memory_bytes=memory), 2, make_link(), 1)
-    problem = Problem(make_machine(kind), llm, (), (), 1, 64, degrees=(1,))
-    best, none = search(problem)[0], SsmPlace("none")
+    none, kind = SsmPlace("none"), NodeKind(make_device(), 2, make_link(), 1)
+    roomy = Problem(make_machine(kind), llm, (), (), 1, 64, degrees=(1,))
+    memory = max(roomy.stage_bytes(0, 1, 7, none, first=end, last=not end).total for end in (True, False))
+    problem = replace(roomy, machine=make_machine(replace(kind, device=make_device(memory_bytes=memory))))
+    best = search(problem)[0]
     splits = {n: (Cut(0, 1, n, False), Cut(0, 1, 9 - n, False)) for n in range(1, 9)}
     fit = {n: free for n, cuts in splits.items() if (free := least_free_bytes(problem, none, cuts)) >= 0}
     values = [best_choice(problem, none, splits[n]).value_us for n in fit]  # type: ignore[union-attr]
