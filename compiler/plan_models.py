@@ -16,6 +16,7 @@ from flexspec.compiler.profile import ModelProfile, profile_model
 from flexspec.errors import ModelConfigError
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model
+from flexspec.ops.experts import expected_experts
 from flexspec.types import DType
 
 EXPECTED = "a config.json, a Hugging Face folder or a .gguf file"
@@ -40,7 +41,18 @@ def open_profile(path: Path, dtype: DType, degrees: Sequence[int] = (1,), *, ssm
         build = partial(build_model, reduced_vocab_size=settings.integer("reduced_vocab_size", config.vocab_size))
         taps = settings.token_ids("tap_layers")
         return replace(profile_model(name, config, dtype, build, degrees=degrees, ssm=ssm), taps=taps)
-    return profile_model(name, config, dtype, build, degrees=degrees, ssm=ssm)
+    return profile_model(name, config, dtype, build, degrees=degrees, ssm=ssm, note=_experts_note(config))
+
+
+def _experts_note(config: ModelConfig) -> str:
+    """What a mixture's prices rest on."""
+    if not config.experts:
+        return ""
+    one, many = (expected_experts(config.experts, config.experts, config.experts_per_token, rows) for rows in (1, 16))
+    return (
+        f"a step is priced by the experts that its rows are taken to read, {one:.1f} of {config.experts} for one row, "
+        f"{many:.1f} for 16, if each chose by chance; rows of one text choose alike and read fewer"
+    )
 
 
 def check_same_vocabulary(llm: ModelConfig, ssms: Sequence[ModelProfile]) -> None:

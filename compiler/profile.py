@@ -119,7 +119,16 @@ def profile_model(
     ssm: bool = False,
     note: str = "",
 ) -> ModelProfile:
-    """Cut and lower the model for each degree; those the partition pass refuses are left out with its reason."""
+    """Cut and lower the model for each degree; those the partition pass refuses are left out with its reason.
+
+    Raises PlanError for a model whose blocks differ.
+    """
+    if config.dense_layers:
+        raise PlanError(
+            f"{name}, where experts alternate with dense layers ({', '.join(map(str, config.dense_layers[:6]))} ...)",
+            "equal decoder blocks",
+            "write the plan of this model by hand",
+        )
     graph = build(replace(config, layers=2), dtype)
     passes = SSM_PASSES if ssm else LLM_PASSES
     ranks: dict[int, RankProfile] = {}

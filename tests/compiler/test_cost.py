@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from planning import CONFIGS, ENTRIES, constant, make_device, make_link, make_machine, tiny_profile, with_layers
@@ -36,7 +38,8 @@ EXAMPLES = ROOT / "examples" / "configs"
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [("llama-7b", 6.738e9), ("llama-13b", 13.016e9), ("llama-65b", 65.286e9), ("llama-2-70b", 68.977e9),
-     ("opt-13b", 12.85e9), ("opt-30b", 29.97e9), ("opt-125m", 0.125e9), ("llama-68m", 0.068e9)],
+     ("opt-13b", 12.85e9), ("opt-30b", 29.97e9), ("opt-125m", 0.125e9), ("llama-68m", 0.068e9),
+     ("mixtral-8x7b", 46.703e9)],
 )  # fmt: skip
 def test_shipped_configurations_have_their_size(name: str, parameters: float) -> None:
     profile = open_profile(EXAMPLES / f"{name}.json", DType.BF16)
@@ -52,6 +55,20 @@ def test_a_block_at_memory_speed() -> None:
     assert whole == pytest.approx(404.8, rel=0.01)  # 202.4e6 weights of two bytes at 1e12 bytes/s
     half = unit_us(device, link, DType.BF16, profile.ranks[2].calls["block"], sizes, 2)
     assert half == pytest.approx(whole / 2 + 2 * 10.0, rel=0.01)
+
+
+def test_experts_are_priced_by_those_that_are_touched() -> None:
+    """One row reads two experts of eight, 64 rows all; two ranks have half of each expert, whoever is chosen."""
+    profile = open_profile(EXAMPLES / "mixtral-8x7b.json", DType.BF16, (2, 8))
+    device, link = make_device(bandwidth=1e12, flops=1e15, launch_us=0.0), make_link(alpha_us=10.0, bandwidth=1e15)
+    expert, rest = 3 * 4096 * 14336, 4096 * (2 * 4096 + 2 * 1024 + 8)
+    for rows, touched in ((1, 2.0), (4, 5.47), (64, 8.0)):
+        sizes = step_sizes(rows, 1, 32)
+        for degree in (1, 2, 8):
+            block = unit_us(device, link, DType.BF16, profile.ranks[degree].calls["block"], sizes, degree)
+            reduces = 2 * 10.0 if degree > 1 else 0.0
+            assert block == pytest.approx(2 * (touched * expert + rest) / degree / 1e6 + reduces, rel=0.04)
+    assert "2.0 of 8 for one row, 7.9 for 16" in profile.note
 
 
 def test_many_rows_at_the_speed_of_arithmetic() -> None:
@@ -84,6 +101,14 @@ def test_collectives_take_the_best_algorithm() -> None:
     near, far = link, make_link(alpha_us=100.0, bandwidth=1e8)
     assert hop_us(far, near, 1e3, 2, 4, shared=True) == pytest.approx(100 + 2 * 10 + 11)
     assert hop_us(near, near, 1e3, 4, 2, shared=False) == pytest.approx(11)
+
+
+def test_blocks_that_differ_have_no_price(tmp_path: Path) -> None:
+    body = json.loads((EXAMPLES / "mixtral-8x7b.json").read_text())
+    changes = {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [5], "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(body | changes))
+    with pytest.raises(PlanError, match=r"dense layers \(5 \.\.\.\)"):
+        open_profile(tmp_path, DType.BF16)
 
 
 def test_kv_heads_are_replicated_beyond_their_number() -> None:

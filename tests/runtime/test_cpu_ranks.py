@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -51,10 +52,17 @@ def run_rounds(executor: Executor) -> list[NDArray[np.float32]]:
     return [x for r in results for x in (r.logits_LV, r.features_TE) if x is not None]
 
 
-def check(graph: Graph, stages: list[Stage], exact: Graph, limit: float, threads: int) -> None:
+def check(
+    graph: Graph,
+    stages: list[Stage],
+    exact: Graph,
+    limit: float,
+    threads: int,
+    prefer: Mapping[str, str] | None = None,
+) -> None:
     """Outputs within ``limit`` of the largest, of those that the references compute for ``exact``."""
     weights = random_weights(graph, scale=0.1)
-    parts = lower_ranks(graph, stages, LLM_PASSES)
+    parts = lower_ranks(graph, stages, LLM_PASSES, prefer=prefer)
     ranks = CpuRanks(parts, weights.__getitem__, pages=PAGES, max_rows=ROWS, threads=threads)
     assert (ranks.vocab_size, ranks.max_positions) == (graph.types()[graph.outputs[0]].dims[1], 160)
     found, wanted = run_rounds(ranks), run_rounds(ReferenceExecutor(exact, weights, PAGES, ROWS))
@@ -71,6 +79,17 @@ def check(graph: Graph, stages: list[Stage], exact: Graph, limit: float, threads
 def test_ragged_stages_and_heads_that_do_not_divide() -> None:
     """One rank, then two with six heads and three: hop, copy, reduces, vocabulary shares of 102 and 101 rows."""
     check(model(), [Stage(0, 1, (3,)), Stage(1, 2, (1, 0))], model(), 1e-5, 1)
+
+
+@pytest.mark.parametrize("layout", ["ffn", "experts"])
+def test_experts_over_three_ranks(layout: str) -> None:
+    """Two, two and one expert, or 27, 27 and 26 columns of each; then a rank with all of them."""
+    config = replace(
+        CONFIG, family="qwen3_moe", experts=5, experts_per_token=3, expert_ffn_size=80, qk_norm=True, qkv_bias=False,
+        output_bias=False,
+    )  # fmt: skip
+    stages = [Stage(0, 1, (2, 0, 3)), Stage(1, 2, (1,))]
+    check(model(config), stages, model(config), 1e-5, 2, {"moe_experts": layout})
 
 
 @pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
