@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from flexspec.cli.ranks import LAST_WORDS, LAUNCHER
 from flexspec.errors import ArtifactError, CapacityError, PlanError, ToolchainError
@@ -42,11 +43,11 @@ def restart_count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number (write --restart behind the artifact)") from None
 
 
-def launch(args: argparse.Namespace) -> int:
-    """Serve by ranks of this machine until a signal or their end; gives the exit code.
+def launch(args: argparse.Namespace) -> NoReturn:
+    """Serve by ranks of this machine until a signal or their end, which is the end of this process too.
 
     What a user can have wrong is refused before anything is started: raises ArtifactError, CapacityError, PlanError,
-    PortError, ToolchainError.
+    PortError, ToolchainError. Leaves without tearing down torch, which takes seconds on a busy machine.
     """
     port = _check(args)
     arguments = [*sys.argv[1:], "--port", str(port)]
@@ -57,9 +58,12 @@ def launch(args: argparse.Namespace) -> int:
     os.environ[LAST_WORDS] = str(words)
     signals, stops = _catch_signals()
     try:
-        return _keep_running(arguments, args.ranks, args.restart, words, signals, stops)
+        code = _keep_running(arguments, args.ranks, args.restart, words, signals, stops)
     finally:
         shutil.rmtree(words, ignore_errors=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         check_launched(args.restart)
         return run_rank(args.artifact, options, lambda open_llm: _serve_on_port(args, options, open_llm))
     if args.ranks != 1 or args.restart:
-        return launch(args)
+        launch(args)
     return _serve_on_port(args, options, None)
 
 

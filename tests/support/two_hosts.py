@@ -49,17 +49,16 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         pytest.skip("network namespaces need Linux and the command ip")
     with ExitStack() as stack:
         try:
-            hosts = tuple(Host(_new_namespace(stack), f"10.83.0.{number}") for number in (1, 2))
+            first, second = (Host(_new_namespace(stack), f"10.83.0.{number}") for number in (1, 2))
+            with first.here():
+                _ip("link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", _path(second.namespace))
+            for host in (first, second):
+                with host.here():
+                    _ip("link", "set", "lo", "up")
+                    _ip("address", "add", f"{host.address}/24", "dev", LINK)
+                    _ip("link", "set", LINK, "up")
         except OSError as error:
             pytest.skip(f"no network namespaces here: {error}")
-        first, second = hosts
-        with first.here():
-            _ip("link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", _path(second.namespace))
-        for host in hosts:
-            with host.here():
-                _ip("link", "set", "lo", "up")
-                _ip("address", "add", f"{host.address}/24", "dev", LINK)
-                _ip("link", "set", LINK, "up")
         yield first, second
 
 
@@ -81,7 +80,8 @@ def _path(descriptor: int) -> str:
 
 def _ip(*words: str) -> None:
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, (words, done.stderr)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
 def _call(name: str, *arguments: int) -> None:
