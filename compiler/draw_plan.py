@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from html import escape
 
-from flexspec.compiler.plan_choice import Layout, plan_bytes
+from flexspec.compiler.memory import RankBytes
+from flexspec.compiler.plan_choice import Layout, drafting_bytes, plan_bytes
 from flexspec.compiler.plan_page import timeline
 from flexspec.compiler.problem import PLACE_WORDS, Problem
 from flexspec.compiler.search import Candidate
 
 _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f")
 _IDLE, _OTHER = "#dddddd", "#bbbbbb"
-_BOX, _GAP, _LEFT, _WIDTH = 84, 8, 20, 900
+_BOX, _HEIGHT, _GAP, _LEFT, _WIDTH = 98, 54, 8, 20, 900
 
 
 def plan_svg(problem: Problem, plan: Candidate, layout: Layout) -> str:
@@ -33,9 +34,9 @@ def plan_svg(problem: Problem, plan: Candidate, layout: Layout) -> str:
 
 def _devices(problem: Problem, plan: Candidate, layout: Layout, y: int) -> tuple[list[str], int]:
     """Boxes of all devices, a row a node; memory fills each box from below."""
-    stage_of = {device: i for i, stage in enumerate(layout.stages) for device in stage}
-    drafts = {device for ssm in layout.ssms for device in ssm}
     held = plan_bytes(problem, plan.place, plan.cuts)
+    drafting = drafting_bytes(problem, plan.place, layout)
+    stage_of = {device: i for i, stage in enumerate(layout.stages) for device in stage}
     parts, device = [], 0
     for node, kind in enumerate(problem.machine.node_kinds()):
         x = _LEFT
@@ -44,20 +45,28 @@ def _devices(problem: Problem, plan: Candidate, layout: Layout, y: int) -> tuple
         for _ in range(kind.devices):
             if x + _BOX > _WIDTH - _LEFT:
                 x, y = _LEFT, y + 62
-            stage = stage_of.get(device)
-            fill = _IDLE if stage is None else _COLOURS[stage % len(_COLOURS)]
-            parts.append(_rect(x, y, _BOX, 54, fill if stage is None else "#f4f4f4"))
-            if stage is not None:
-                full = held[stage].total / held[stage].limit
-                parts.append(_rect(x, y + round(54 * (1 - full)), _BOX, round(54 * full), fill))
-            name = "idle" if stage is None else f"stage {stage}"
-            lines = [f"{device}: {'SSM' if stage is None and device in drafts else name}"]
-            if stage is not None:
-                lines.append(f"{held[stage].total / 1e9:.1f} GB" + (" + SSM" if device in drafts else ""))
-            parts += [_text(x + 5, y + 16 + 16 * i, line, 11) for i, line in enumerate(lines)]
+            if device in stage_of:
+                stage = stage_of[device]
+                name = f"stage {stage}{' + SSM' if device in drafting else ''}"
+                parts += _box(x, y, f"{device}: {name}", held[stage], _COLOURS[stage % len(_COLOURS)])
+            elif device in drafting:
+                parts += _box(x, y, f"{device}: SSM", drafting[device], _OTHER)
+            else:
+                parts += [_rect(x, y, _BOX, _HEIGHT, _IDLE), _text(x + 5, y + 16, f"{device}: idle", 11)]
             x, device = x + _BOX + _GAP, device + 1
         y += 66
     return parts, y
+
+
+def _box(x: int, y: int, name: str, held: RankBytes, fill: str) -> list[str]:
+    """A device with its memory."""
+    full = round(_HEIGHT * held.total / held.limit)
+    return [
+        _rect(x, y, _BOX, _HEIGHT, "#f4f4f4"),
+        _rect(x, y + _HEIGHT - full, _BOX, full, fill),
+        _text(x + 5, y + 16, name, 11),
+        _text(x + 5, y + 32, f"{held.total / 1e9:.1f} of {held.limit / 1e9:.0f} GB", 11),
+    ]
 
 
 def _timeline(problem: Problem, plan: Candidate, y: int) -> tuple[list[str], int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexspec.compiler.checked_table import Fail
-from flexspec.compiler.plan import Plan
+from flexspec.compiler.plan import OPEN_BATCH, Plan
 from flexspec.errors import RequestError
 from flexspec.runtime.drafters.plan import DraftPlan
 
@@ -15,5 +15,6 @@ def parse_ladder(plan: Plan, source: str, fail: Fail) -> tuple[DraftPlan, ...]:
         try:
             found.append(DraftPlan.parse(text))
         except RequestError as error:
-            raise fail(f"{source}: ladder: {text!r} for batches to {batch}: {error.found}", error.expected) from None
+            where = "any batch" if batch == OPEN_BATCH else f"batches to {batch}"
+            raise fail(f"{source}: draft plan {text!r} for {where}: {error.found}", error.expected) from None
     return tuple(found)

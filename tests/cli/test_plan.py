@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -137,7 +138,7 @@ def test_a_plan_keeps_the_devices_it_names(capsys: pytest.CaptureFixture[str], t
     )
     code, out, _ = run(capsys, "--score", str(path), "--svg", str(picture))
     assert code == 0 and "stage 0: blocks 0-39    TP 4  A10 4-7" in out and "A10 3,1,0,2" in out
-    assert ">4: stage 0<" in picture.read_text() and ">0: stage 1<" in picture.read_text()
+    assert ">5: stage 0<" in picture.read_text() and ">0: stage 1<" in picture.read_text()
 
 
 def test_a_node_is_not_entered_twice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -163,7 +164,10 @@ def test_every_device_is_accounted_for(capsys: pytest.CaptureFixture[str], tmp_p
     assert code == 2 and "a rank of stage 1 (40 blocks, degree 2, A10) needs" in err and "weights" in err
     small = ["--score", str(path), "--machine", "a100x8"]
     path.write_text(path.read_text().replace("[7]", "[6]"))
-    code, out, _ = run(capsys, *small)
+    picture = tmp_path / "hand.svg"
+    code, out, _ = run(capsys, *small, "--svg", str(picture))
+    boxes = [text for text in re.findall(r">(\d+: [^<]+)<", picture.read_text()) if not text.startswith("node")]
+    assert boxes[3:] == ["3: stage 0", "4: stage 1", "5: stage 1", "6: SSM", "7: idle"]
     rows = out[out.index("MEMORY") : out.index("BESIDE")].splitlines()[1:-1]
     assert code == 0 and "own 6;" in out
     assert [row.split("|")[0].strip() for row in rows] == [
