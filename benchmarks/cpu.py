@@ -39,8 +39,9 @@ from benchmarks.measure import (  # noqa: E402
 )
 from benchmarks.moments import Bandwidth, bracket  # noqa: E402
 from examples.demo import Server, compiled  # noqa: E402
-from flexspec.runtime.open_engine import ServeOptions, open_engine  # noqa: E402
+from flexspec.runtime.open_engine import open_engine  # noqa: E402
 from flexspec.runtime.pages import RowGroup, pack_rows  # noqa: E402
+from flexspec.runtime.serve_options import ServeOptions  # noqa: E402
 from flexspec.runtime.step import Executor  # noqa: E402
 from flexspec.sampling import SamplingParams  # noqa: E402
 from flexspec.types import PAGE_TOKENS  # noqa: E402

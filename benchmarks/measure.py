@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from flexspec.runtime.api import Delta, RequestStats
-from flexspec.runtime.open_engine import Served, ServeOptions, open_engine
+from flexspec.runtime.open_engine import Served, open_engine
 from flexspec.runtime.round import Clock
+from flexspec.runtime.serve_options import ServeOptions
 from flexspec.sampling import SamplingParams
 
 Note = Callable[[int, int], None]

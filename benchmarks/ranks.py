@@ -20,7 +20,8 @@ from flexspec.compiler.model_record import PartRecord
 from flexspec.runtime.api import Delta
 from flexspec.runtime.distributed_executor import DistributedExecutor
 from flexspec.runtime.distributed_open import open_leader, run_follower
-from flexspec.runtime.open_engine import OpenLlm, Served, ServeOptions, open_engine
+from flexspec.runtime.open_engine import OpenLlm, Served, open_engine
+from flexspec.runtime.serve_options import ServeOptions
 from flexspec.sampling import SamplingParams
 
 PROMPTS = (

@@ -18,7 +18,8 @@ from flexspec.compiler.checked_table import Table
 from flexspec.errors import EngineError, ProfileError
 from flexspec.runtime.api import Delta, RequestStats
 from flexspec.runtime.drafters.plan import SSMS, DraftPlan, worst_case
-from flexspec.runtime.open_engine import Served, ServeOptions, open_engine
+from flexspec.runtime.open_engine import Served, open_engine
+from flexspec.runtime.serve_options import ServeOptions
 from flexspec.sampling import SamplingParams
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")

@@ -21,8 +21,9 @@ from flexspec.graph import Graph
 from flexspec.runtime.cpu_executor import CpuExecutor
 from flexspec.runtime.host_probe import HostTimes, probe_host
 from flexspec.runtime.link_probe import probe_links
-from flexspec.runtime.open_engine import ServeOptions, open_engine
+from flexspec.runtime.open_engine import open_engine
 from flexspec.runtime.pages import RowGroup, pack_rows
+from flexspec.runtime.serve_options import ServeOptions
 from flexspec.runtime.step import Executor, StepBatch
 from flexspec.text import parse_graph
 from flexspec.types import PAGE_TOKENS, DType, Role

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from flexspec.errors import FlexspecError
-from flexspec.runtime.open_engine import ServeOptions
 from flexspec.runtime.round_runs import Ask, RoundRuns
+from flexspec.runtime.serve_options import ServeOptions
 from flexspec.runtime.step_times import StepTimes
 
 

@@ -15,6 +15,7 @@ from flexspec.compiler.model_record import ModelRecord, PartRecord, record_from_
 from flexspec.compiler.plan import Plan, plan_from_json
 from flexspec.compiler.rank_record import NO_STAGE, RANKS_FILE, RankRecord, folder_of, ranks_from_json
 from flexspec.errors import ArtifactError, PlanError
+from flexspec.runtime.capacity import check_room, context_tokens, ranks_here, ssm_pages, ssms_of
 from flexspec.runtime.cpu_rank import CpuRank
 from flexspec.runtime.distributed_drafts import DraftHost
 from flexspec.runtime.distributed_executor import DistributedExecutor
@@ -25,18 +26,8 @@ from flexspec.runtime.distributed_shards import CpuShard, Shard
 from flexspec.runtime.drafters.plan import DraftLadder
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.open_drafters import choose_ladder, ssm_drafter
-from flexspec.runtime.open_engine import (
-    ServeOptions,
-    check_room,
-    choose_isa,
-    context_tokens,
-    default_threads,
-    gpu_models,
-    open_backend,
-    ranks_here,
-    ssm_pages,
-    ssms_of,
-)
+from flexspec.runtime.open_models import choose_isa, default_threads, gpu_models, open_backend
+from flexspec.runtime.serve_options import ServeOptions
 from flexspec.runtime.step import Executor
 from flexspec.text import parse_graph
 from flexspec.types import PAGE_TOKENS

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flexspec.runtime.open_engine import ServeOptions
 from flexspec.runtime.round_runs import Ask, Round, RoundRuns
+from flexspec.runtime.serve_options import ServeOptions
 from flexspec.runtime.step_times import StepTimes
 
 _BATCHES = (1, 2, 4)

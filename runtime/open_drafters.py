@@ -18,9 +18,9 @@ from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
 from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
+from flexspec.runtime.serve_options import DEFAULT_DRAFT
 from flexspec.runtime.step import Executor
 
-DEFAULT_DRAFT = "auto"
 _OFF = DraftPlan(method="off")
 
 

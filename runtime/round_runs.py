@@ -22,7 +22,8 @@ from flexspec.runtime.cpu_executor import CpuExecutor
 from flexspec.runtime.drafters.budget import SpeculationWatch
 from flexspec.runtime.drafters.plan import SSMS, DraftPlan, worst_case
 from flexspec.runtime.engine import Engine
-from flexspec.runtime.open_engine import Served, ServeOptions, open_engine
+from flexspec.runtime.open_engine import Served, open_engine
+from flexspec.runtime.serve_options import ServeOptions
 from flexspec.runtime.step import Executor
 from flexspec.runtime.step_times import StepTimes
 from flexspec.sampling import SamplingParams

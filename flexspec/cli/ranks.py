@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 from flexspec.errors import CapacityError, EngineError, FlexspecError, ToolchainError
 
 if TYPE_CHECKING:
-    from flexspec.runtime.open_engine import OpenLlm, ServeOptions
+    from flexspec.runtime.open_engine import OpenLlm
+    from flexspec.runtime.serve_options import ServeOptions
 
 # Set by launch.py for the ranks that it starts, and by no one else.
 LAUNCHER = "FLEXSPEC_LAUNCHER"  # its process id

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from socket import socket
 
     from flexspec.runtime.engine_thread import EngineThread
-    from flexspec.runtime.open_engine import OpenLlm, Served, ServeOptions
+    from flexspec.runtime.open_engine import OpenLlm, Served
+    from flexspec.runtime.serve_options import ServeOptions
 
 EPILOG = """\
 example:

@@ -18,7 +18,8 @@ from tiny_models import random_weights, write_gguf, write_huggingface
 from flexspec.compiler.plan import Plan, Stage
 from flexspec.kernels.cpu_build import supported_isas
 from flexspec.kernels.package import CompileOptions, compile_model
-from flexspec.runtime.open_engine import ServeOptions, open_engine
+from flexspec.runtime.open_engine import open_engine
+from flexspec.runtime.serve_options import ServeOptions
 from flexspec.sampling import SamplingParams
 from flexspec.types import DType
 

@@ -30,9 +30,10 @@ from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
 from flexspec.runtime.engine import Engine
-from flexspec.runtime.open_engine import Served, ServeOptions, open_engine
+from flexspec.runtime.open_engine import Served, open_engine
 from flexspec.runtime.pages import RowGroup, pack_rows
 from flexspec.runtime.scheduler import Limits
+from flexspec.runtime.serve_options import ServeOptions
 from flexspec.runtime.tokenizer import Detokenizer, Tokenizer
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree

@@ -13,8 +13,8 @@ from step_models import on_cpu, tiny_llm
 
 from flexspec.runtime.api import RequestStats
 from flexspec.runtime.drafters import budget
-from flexspec.runtime.open_engine import measure_steps
 from flexspec.runtime.step import Executor
+from flexspec.runtime.step_costs import measure_steps
 from flexspec.sampling import SamplingParams
 
 

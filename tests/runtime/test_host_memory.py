@@ -9,11 +9,13 @@ import artifacts
 import pytest
 
 from flexspec.compiler.artifact import open_artifact
+from flexspec.compiler.model_record import record_from_json
 from flexspec.compiler.plan import Plan, Stage
 from flexspec.errors import CapacityError
-from flexspec.runtime import host_memory, open_engine
+from flexspec.runtime import capacity, host_memory
 from flexspec.runtime.host_memory import HostMemory, Pool, check_memory
-from flexspec.runtime.open_engine import ServeOptions
+from flexspec.runtime.open_drafters import choose_ladder
+from flexspec.runtime.serve_options import ServeOptions
 
 MEMINFO = "MemTotal:       24000 kB\nMemFree:          100 kB\nMemAvailable:   20000 kB\n"
 
@@ -58,19 +60,19 @@ def test_weights_are_mapped_and_need_not_be_free(artifact: Path) -> None:
 
 def test_ranks_of_one_host_are_counted_together(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[list[Pool]] = []
-    monkeypatch.setattr(open_engine, "check_memory", lambda _, pools, *sizes: counted.append(pools))
+    monkeypatch.setattr(capacity, "check_memory", lambda _, pools, *sizes: counted.append(pools))
     opened = open_artifact(artifact)
-    record = open_engine.record_from_json(opened.read_json("model.json"))
+    record = record_from_json(opened.read_json("model.json"))
     stages = (Stage(0, 1, (0, 1)), Stage(1, 2, (2,)))
     plan = Plan(stages, ((1, 3),), ((1, "chain:2/sources=ssm"),), "hand")
-    ladder = open_engine.choose_ladder("auto", plan, opened, record)
+    ladder = choose_ladder("auto", plan, opened, record)
     for ranks in (range(0, 2), range(2, 4), ()):
-        open_engine.check_room(opened, record, plan, ladder, ServeOptions(kv_tokens=3200), ranks)
+        capacity.check_room(opened, record, plan, ladder, ServeOptions(kv_tokens=3200), ranks)
     assert [[pool.graph for pool in pools] for pools in counted] == [
         ["llm.rank0", "llm.rank1", "ssm"], ["llm.rank2", "ssm"], ["llm", "ssm"],
     ]  # fmt: skip
     assert [pool.pages for pool in counted[0]][:2] == [100, 100] and counted[0][2].pages < 100
-    open_engine.check_room(opened, record, plan, ladder, ServeOptions(device="cuda"))
+    capacity.check_room(opened, record, plan, ladder, ServeOptions(device="cuda"))
     assert len(counted) == 3
 
 

@@ -18,7 +18,8 @@ from flexspec.compiler.ngram_table import build_table, save_table
 from flexspec.errors import ArtifactError, CapacityError, CompileError, RequestError
 from flexspec.kernels.cpu_build import supported_isas
 from flexspec.kernels.package import CompileOptions, compile_model
-from flexspec.runtime.open_engine import Served, ServeOptions, open_engine
+from flexspec.runtime.open_engine import Served, open_engine
+from flexspec.runtime.serve_options import ServeOptions
 from flexspec.sampling import SamplingParams
 from flexspec.types import DType
 
