@@ -15,6 +15,7 @@ from flexspec.errors import CapacityError
 from flexspec.runtime import capacity, host_memory
 from flexspec.runtime.host_memory import HostMemory, Pool, check_memory
 from flexspec.runtime.open_drafters import choose_ladder
+from flexspec.runtime.open_engine import open_engine
 from flexspec.runtime.serve_options import ServeOptions
 
 MEMINFO = "MemTotal:       24000 kB\nMemFree:          100 kB\nMemAvailable:   20000 kB\n"
@@ -31,7 +32,7 @@ def test_serving_refuses_a_pool_that_the_machine_cannot_hold(artifact: Path, mon
     monkeypatch.setattr(host_memory, "host_memory", lambda: host)
 
     def start(kv_tokens: int) -> None:
-        open_engine.open_engine(artifact, ServeOptions(kv_tokens=kv_tokens, measure=False)).close()
+        open_engine(artifact, ServeOptions(kv_tokens=kv_tokens, measure=False)).close()
 
     with pytest.raises(
         CapacityError, match=r"weights .* GB, kv .* GB, activations .*has 0.06 GB, 0.04 GB of it"
