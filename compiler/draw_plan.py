@@ -47,10 +47,10 @@ def _devices(problem: Problem, plan: Candidate, layout: Layout, y: int) -> tuple
                 x, y = _LEFT, y + 62
             if device in stage_of:
                 stage = stage_of[device]
-                name = f"stage {stage}{' + SSM' if device in drafting else ''}"
-                parts += _box(x, y, f"{device}: {name}", held[stage], _COLOURS[stage % len(_COLOURS)])
+                lines = [f"{device}: stage {stage}", *(["and SSM"] if device in drafting else [])]
+                parts += _box(x, y, lines, held[stage], _COLOURS[stage % len(_COLOURS)])
             elif device in drafting:
-                parts += _box(x, y, f"{device}: SSM", drafting[device], _OTHER)
+                parts += _box(x, y, [f"{device}: SSM"], drafting[device], _OTHER)
             else:
                 parts += [_rect(x, y, _BOX, _HEIGHT, _IDLE), _text(x + 5, y + 16, f"{device}: idle", 11)]
             x, device = x + _BOX + _GAP, device + 1
@@ -58,14 +58,14 @@ def _devices(problem: Problem, plan: Candidate, layout: Layout, y: int) -> tuple
     return parts, y
 
 
-def _box(x: int, y: int, name: str, held: RankBytes, fill: str) -> list[str]:
+def _box(x: int, y: int, lines: list[str], held: RankBytes, fill: str) -> list[str]:
     """A device with its memory."""
     full = round(_HEIGHT * held.total / held.limit)
+    lines = [*lines, f"{held.total / 1e9:.1f} of {held.limit / 1e9:.0f} GB"]
     return [
         _rect(x, y, _BOX, _HEIGHT, "#f4f4f4"),
         _rect(x, y + _HEIGHT - full, _BOX, full, fill),
-        _text(x + 5, y + 16, name, 11),
-        _text(x + 5, y + 32, f"{held.total / 1e9:.1f} of {held.limit / 1e9:.0f} GB", 11),
+        *(_text(x + 5, y + 15 + 16 * i, line, 11) for i, line in enumerate(lines)),
     ]
 
 

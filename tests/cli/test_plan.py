@@ -138,7 +138,7 @@ def test_a_plan_keeps_the_devices_it_names(capsys: pytest.CaptureFixture[str], t
     )
     code, out, _ = run(capsys, "--score", str(path), "--svg", str(picture))
     assert code == 0 and "stage 0: blocks 0-39    TP 4  A10 4-7" in out and "A10 3,1,0,2" in out
-    assert ">5: stage 0<" in picture.read_text() and ">0: stage 1<" in picture.read_text()
+    assert ">4: stage 0<" in picture.read_text() and ">0: stage 1<" in picture.read_text()
 
 
 def test_a_node_is_not_entered_twice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
