@@ -66,11 +66,12 @@ def measure_acceptance(
     *,
     drafts: Sequence[str] = DRAFTS,
     max_tokens: int = 64,
+    llm_name: str = "",
     ssm_names: Sequence[str] = ("ssm",),
     source: str = "",
     note: Note = lambda done, of: None,
 ) -> dict[str, Any]:
-    """The profile, as JSON. ``source`` says where the prompts are from, ``ssm_names`` as ``flexspec plan`` calls them.
+    """The profile, as JSON. ``source`` says where the prompts are from, names are as ``flexspec plan`` calls models.
 
     Raises what ``open_engine`` raises, RequestError for a draft plan that cannot be, and ProfileError for one that is
     off, draws from no SSM (plan prices SSMs only) or stands twice.
@@ -95,7 +96,7 @@ def measure_acceptance(
     today = datetime.date.today().isoformat()
     body = {
         "format": FORMAT,
-        "llm": name,
+        "llm": llm_name or name,
         "ssms": list(ssm_names),
         "origin": f"measured {today} by flexspec bench --acceptance, one request at a time",
         "date": today,

@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, default=13, help="prompts to take, spread over the file (default 13)")
     parser.add_argument("--max-tokens", type=int, default=64, help="new tokens of each answer (default 64)")
     parser.add_argument(
+        "--llm-name",
+        default="",
+        help="what flexspec plan calls the LLM: its file's name (default: the artifact's name)",
+    )
+    parser.add_argument(
         "--ssm-name",
         action="append",
         help="what flexspec plan calls the SSM: its folder's or file's name; may be repeated (default ssm)",
@@ -58,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
             prompts,
             drafts=args.draft or DRAFTS,
             max_tokens=args.max_tokens,
+            llm_name=args.llm_name,
             ssm_names=args.ssm_name or ("ssm",),
             source=path.name,
             note=lambda done, of: progress("answering", done, of),

@@ -31,11 +31,20 @@ def test_a_profile_is_measured_and_read_back(
     prompts, out = tmp_path / "p.jsonl", tmp_path / "profile.json"
     prompts.write_text('{"prompt": "hello"}\n\n{"turns": ["a b c", "more"]}\n')
     arguments = [str(artifact), "--acceptance", "--prompts", str(prompts), "--max-tokens", "12", "-o", str(out)]
-    drafts = ["--draft", "chain:2/sources=ssm", "--draft", "tree:2,1/sources=ssm", "--ssm-name", "tiny-ssm"]
+    drafts = [
+        "--draft",
+        "chain:2/sources=ssm",
+        "--draft",
+        "tree:2,1/sources=ssm",
+        "--ssm-name",
+        "tiny-ssm",
+        "--llm-name",
+        "tiny",
+    ]
     code, page, _ = bench(capsys, *arguments, *drafts)
     assert code == 0 and "tree:2,1" in page
     profile = open_acceptance(str(out))
-    assert profile.ssms == ("tiny-ssm",) and "2 of p.jsonl, 12 new tokens" in profile.prompts
+    assert (profile.llm, profile.ssms) == ("tiny", ("tiny-ssm",)) and "2 of p.jsonl, 12 new tokens" in profile.prompts
     assert [entry.draft for entry in profile.entries] == ["chain:2/sources=ssm", "tree:2,1"]
     chain, tree = profile.entries
     assert (chain.most_nodes, tree.most_nodes) == (2, 4)
