@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flexspec.compiler.frontends.loaded_model import LoadedModel
     from flexspec.compiler.model_record import PartRecord
     from flexspec.graph import Graph
+    from flexspec.models.config import ModelConfig
 
 Page = dict[str, Any]
 _OPEN_BATCH = 1 << 30
@@ -145,6 +146,7 @@ def model_page(model: LoadedModel, graph: Graph, form: str) -> Page:
             "hidden_size": config.hidden_size,
             "heads": f"{config.heads} ({config.kv_heads} kv heads of {config.head_dim})",
             "ffn_size": config.ffn_size,
+            **_experts(config),
             "vocab_size": config.vocab_size,
             "context_tokens": config.max_positions,
             "rope": f"{config.rope.kind}, theta {config.rope.theta:g}",
@@ -152,6 +154,15 @@ def model_page(model: LoadedModel, graph: Graph, form: str) -> Page:
             "chat_template": "yes" if model.chat_template else "no",
         },
         **graph_page(graph, form),
+    }
+
+
+def _experts(config: ModelConfig) -> Page:
+    if not config.experts:
+        return {}
+    dense = f", layers {', '.join(map(str, config.dense_layers))} dense" if config.dense_layers else ""
+    return {
+        "experts": f"{config.experts} of ffn_size {config.expert_ffn_size}, {config.experts_per_token} a token{dense}"
     }
 
 

@@ -13,6 +13,7 @@ import transformers
 from artifacts import VOCAB
 from commands import flexspec, serving
 
+from flexspec.cli.main import main
 from flexspec.compiler.frontends.open_model import open_model
 from flexspec.kernels.cpu_build import supported_isas
 
@@ -78,3 +79,24 @@ def text_of(model: transformers.PreTrainedModel, folder: Path) -> str:
             min_new_tokens=TOKENS, max_new_tokens=TOKENS,
         )  # fmt: skip
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def test_inspect_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the model is, what each rank would hold, and a plan from its configuration alone."""
+    write_mixtral(tmp_path / "llm")
+    (tmp_path / "plan.json").write_text(
+        json.dumps({"stages": [{"first_block": 0, "end_block": 2, "ranks": [0, 1]}], "ssm_ranks": [],
+                    "ladder": [[1 << 30, "off"]], "origin": "hand"})
+    )  # fmt: skip
+    shown = []
+    for arguments in (
+        ["inspect", tmp_path / "llm"],
+        ["inspect", tmp_path / "llm", "--partition", tmp_path / "plan.json", "--rank", "1"],
+        ["plan", tmp_path / "llm" / "config.json", "--machine", "h100x8", "--context", "128", "--prove"],
+    ):
+        capsys.readouterr()
+        assert main([str(word) for word in arguments]) == 0
+        shown.append(capsys.readouterr().out)
+    assert "5 of ffn_size 48, 2 a token" in shown[0]
+    assert "layers.1.mlp.experts.down_proj.weight" in shown[1] and "reduce" in shown[1]
+    assert "2.0 of 5 for one row, 5.0 for 16" in shown[2] and "PROOF\n  none of" in shown[2]

@@ -49,6 +49,14 @@ def test_lowered_graphs_round_trip() -> None:
 
 
 @needs_torch_mlir
+def test_mixtures_of_experts_round_trip() -> None:
+    config = replace(CONFIG, family="mixtral", qkv_bias=False, experts=5, experts_per_token=2, expert_ffn_size=24)
+    for graph in (build_model(config, DType.BF16), run_passes(build_model(config, DType.F32), LLM_PASSES)):
+        assert {"router", "moe_experts"} <= {node.op for node in graph.nodes}
+        assert from_mlir(to_mlir(graph)) == graph
+
+
+@needs_torch_mlir
 def test_text_shows_symbols_roles_and_names() -> None:
     text = to_mlir(tiny())
     assert 'tensor<?x8xbf16, {role = "activation", symbols = ["T"]}> {flexspec.names = ["x_TE"]}' in text

@@ -14,7 +14,7 @@ from flexspec.graph import Graph
 from flexspec.models.config import ModelConfig
 from flexspec.models.fused_state import graft_fuse_head
 from flexspec.models.registry import build_model
-from flexspec.text import parse_graph
+from flexspec.text import parse_graph, print_graph
 from flexspec.types import DType
 
 CONFIG = ModelConfig("llama", 32, 16, 3, 2, 1, 8, 24, 1e-5, 64)
@@ -34,6 +34,24 @@ def test_biased_mlp_falls_back_to_a_group() -> None:
     lowered = run_passes(build_model(replace(CONFIG, mlp_bias=True, qkv_bias=True), DType.F32), LLM_PASSES)
     groups = [(node.attr("count"), node.attr("biased")) for node in lowered.nodes if node.op == "linear_group"]
     assert groups == [(3, True), (2, True)] * 3
+
+
+def test_experts_pass_through_between_fused_neighbours() -> None:
+    """The router is no linear: it stays out of groups; a dense layer in between is fused as ever. Text parses back."""
+    config = replace(CONFIG, family="qwen3_moe", qk_norm=True, experts=4, experts_per_token=2, expert_ffn_size=8)
+    graph = build_model(replace(config, dense_layers=(1,)), DType.BF16)
+    lowered = run_passes(graph, LLM_PASSES)
+    counts = Counter(node.op for node in lowered.nodes)
+    assert (counts["router"], counts["moe_experts"], counts["linear_swiglu"]) == (2, 2, 1)
+    assert (counts["linear_group"], counts["linear_add"], counts["add"]) == (3, 4, 2)
+    for each in (graph, lowered):
+        again = parse_graph(print_graph(each))
+        assert again == each and again.hash() == each.hash()
+    assert build_model(config, DType.BF16).hash() != graph.hash()
+    assert (
+        build_model(replace(config, normalize_routing=True), DType.BF16).hash()
+        != build_model(config, DType.BF16).hash()
+    )
 
 
 def test_ssm_pipeline_takes_incremental_steps() -> None:

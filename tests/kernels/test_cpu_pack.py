@@ -74,6 +74,22 @@ def test_entries_stack_alternate_and_join(dtype: DType) -> None:
     np.testing.assert_array_equal(packed["sin"], tables[1])
 
 
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F32])
+def test_experts_lie_one_behind_the_other(dtype: DType) -> None:
+    """Each as if it were alone, padding included."""
+    rng = np.random.default_rng(2)
+    shapes = {"gate": (3, 20, 40), "up": (3, 20, 40), "down": (3, 40, 20)}
+    values = {name: rng.integers(-9, 9, shape).astype(np.float32) for name, shape in shapes.items()}
+    both, down = PackedWeight("experts_swiglu", ("gate", "up")), PackedWeight("experts", ("down",))
+    for entry, alone in ((both, "swiglu"), (down, "matrix")):
+        stack = pack(entry, values.__getitem__, dtype)
+        assert stack.nbytes == packed_bytes(entry, shapes, dtype) and stack.flags.c_contiguous
+        parts = np.split(stack, 3)
+        for expert in range(3):
+            one = {name: value[expert] for name, value in values.items()}
+            np.testing.assert_array_equal(parts[expert], pack(PackedWeight(alone, entry.names), one.__getitem__, dtype))
+
+
 def test_a_missing_weight_is_the_loaders_error() -> None:
     weights: dict[str, NDArray[np.float32]] = {}
     with pytest.raises(KeyError, match="absent"):

@@ -16,6 +16,7 @@ from flexspec.graph import Graph
 from flexspec.models.config import ModelConfig
 from flexspec.models.fused_state import build_fused_state
 from flexspec.models.llama import build_llama
+from flexspec.models.registry import build_model
 from flexspec.runtime.step import StepBatch
 from flexspec.runtime.triton_executor import TritonExecutor
 from flexspec.tree import TokenTree
@@ -147,6 +148,17 @@ def incremental() -> dict[str, Any]:
     return pair.report()
 
 
+def mixture_of_experts() -> dict[str, Any]:
+    """The experts run through torch between the kernel's attention: a prompt, a tree, a step behind it."""
+    config = replace(CONFIG, family="mixtral", experts=5, experts_per_token=2, expert_ffn_size=20)
+    pair, pages = Pair(run_passes(build_model(config, DType.F32), LLM_PASSES)), [6, 1]
+    pair.step([(list(range(20, 49)), 0, pages)])
+    pair.step([(TREE, 29, pages)])
+    pair.accept([0, 1, 4, 5], 29, pages)
+    pair.step([([23], 33, pages)])
+    return pair.report()
+
+
 def hidden_state_ssm() -> dict[str, Any]:
     """An SSM that reads features and returns its own: a prompt, then two children of a node."""
     pair, pages = Pair(run_passes(build_fused_state(CONFIG, DType.F32, reduced_vocab_size=29), SSM_PASSES)), [2]
@@ -189,8 +201,11 @@ def moves_in_order() -> dict[str, bool]:
     return {"same": pair.report()["difference"] < 2e-5}
 
 
+GREEDY = (plain_decoding, tree_decoding, two_requests, incremental, mixture_of_experts, hidden_state_ssm)
+
+
 def all_scenarios() -> dict[str, dict[str, Any]]:
-    runs = (plain_decoding, tree_decoding, two_requests, incremental, hidden_state_ssm, refusals, moves_in_order)
+    runs = (*GREEDY, refusals, moves_in_order)
     return {run.__name__: run() for run in runs}
 
 
@@ -199,7 +214,7 @@ def reports() -> Any:
     return interpreted(__file__, "all_scenarios")
 
 
-@pytest.mark.parametrize("name", ["plain_decoding", "tree_decoding", "two_requests", "incremental", "hidden_state_ssm"])
+@pytest.mark.parametrize("name", [run.__name__ for run in GREEDY])
 def test_greedy_tokens_equal_the_reference(reports: dict[str, Any], name: str) -> None:
     report = reports[name]
     assert report["tokens"] == report["expected"] and len(set(report["tokens"])) >= 3
