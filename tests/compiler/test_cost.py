@@ -22,7 +22,8 @@ from flexspec.compiler.cost import (
 )
 from flexspec.compiler.machine import NodeKind, Peaks
 from flexspec.compiler.memory import Workload, cache_tokens, graph_bytes, rank_bytes
-from flexspec.compiler.pipeline import LLM_PASSES, run_passes
+from flexspec.compiler.pipeline import LLM_PASSES, lower_ranks, run_passes
+from flexspec.compiler.plan import Stage
 from flexspec.compiler.plan_models import check_same_vocabulary, open_profile
 from flexspec.compiler.problem import Problem, SsmPlace
 from flexspec.compiler.profile import step_sizes
@@ -143,6 +144,24 @@ def test_what_is_planned_is_what_is_served(name: str) -> None:
         )  # fmt: skip
         served = graph_bytes(graph, {**work.sizes(), "P": cache_tokens(work) // PAGE_TOKENS})
         assert replace(planned, reserve=0, limit=0) == served, work
+
+
+@pytest.mark.parametrize("name", ["gqa", "mha", "ragged"])
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_a_rank_that_is_planned_is_the_rank_that_is_served(name: str, end: str) -> None:
+    """The same for the largest rank of two stages of degree 2, whose graphs an artifact holds."""
+    config = replace(CONFIGS[name], layers=5)
+    stages = (Stage(0, 3, (0, 1)), Stage(3, 5, (2, 3)))
+    parts = lower_ranks(build_model(config, DType.BF16), stages, LLM_PASSES)
+    work, first = Workload(3, 64, 5), end == "first"
+    sizes = work.sizes()
+    served = [graph_bytes(part.graph, sizes) for part in parts if (part.rank < 2) == first]
+    blocks = 3 if first else 2
+    planned = rank_bytes(tiny_profile(name), 2, blocks, work, make_device(), first=first, last=not first)
+    assert planned.weights == max(each.weights for each in served)
+    assert planned.kv == max(each.kv for each in served)
+    assert planned.activations >= max(each.activations for each in served)  # the front's and the back's rank differ
+    assert planned.activations <= 1.2 * max(each.activations for each in served)
 
 
 def test_refusal_shows_the_table() -> None:
