@@ -110,14 +110,17 @@ def no_plan(problem: Problem) -> PlanError:
 
 def pareto_front(problem: Problem) -> list[Candidate]:
     """Plans of which none is better in both us per token of a request and tokens/s of all; fastest answer first."""
-    found: list[Candidate] = []
+    found: list[tuple[Candidate, _Solver]] = []
     for place in problem.places():
         found += _Place(problem, place, problem.legal_degrees).all_candidates()
-    front: list[Candidate] = []
-    for each in sorted(found, key=lambda c: (c.per_token_us, -c.tokens_per_s)):
-        if not front or each.tokens_per_s > front[-1].tokens_per_s:
-            front.append(each)
-    return front
+    front: list[tuple[Candidate, _Solver]] = []
+    for each, solver in sorted(found, key=lambda pair: (pair[0].per_token_us, -pair[0].tokens_per_s)):
+        if front and each.tokens_per_s <= front[-1][0].tokens_per_s * TIE:
+            continue
+        if front and each.per_token_us <= front[-1][0].per_token_us * TIE:  # as fast, and more of all
+            front.pop()
+        front.append((each, solver))
+    return [solver.roomiest(each) for each, solver in front]
 
 
 def _period_of(problem: Problem, entry: DraftEntry, batch: int, value: float) -> float:
@@ -176,10 +179,10 @@ class _Place:
         roomy = [solver.roomiest(each) for each, solver in equal if each.value_us <= cutoff * TIE]
         return max(roomy, key=lambda each: each.free_bytes, default=None)
 
-    def all_candidates(self) -> list[Candidate]:
+    def all_candidates(self) -> list[tuple[Candidate, _Solver]]:
         """The best plan of every combination, whatever the objective."""
         solvers: dict[tuple[DraftEntry, int], _Solver] = {}
-        found = []
+        found: list[tuple[Candidate, _Solver]] = []
         for entry in self.problem.entries_at(self.place):
             for batch in self.problem.batches:
                 for count in micro_batch_counts(batch):
@@ -187,7 +190,7 @@ class _Place:
                     if key not in solvers:
                         solvers[key] = _Solver(self, *key)
                     each = self.candidate(solvers[key], entry, batch, count, INF)
-                    found += [each] if each else []
+                    found += [(each, solvers[key])] if each else []
         return found
 
     def candidate(self, solver: _Solver, entry: DraftEntry, batch: int, count: int, cutoff: float) -> Candidate | None:

@@ -181,7 +181,12 @@ def test_goodput_keeps_the_limit() -> None:
 def test_front_has_no_dominated_plan() -> None:
     problem = shipped_problem("a10x4x2", "llama-65b", "throughput", 4)
     front = pareto_front(problem)
+    for each in front:  # none is slower than a plan of the same value that leaves more memory free
+        assert each.free_bytes == least_free_bytes(problem, each.place, each.cuts) >= 0
+    fastest = search(replace(problem, objective="latency", requests=front[0].batch))[0]
+    assert front[0].per_token_us == pytest.approx(fastest.per_token_us, rel=1e-9)
     for before, after in zip(front, front[1:], strict=False):
+        assert after.per_token_us > before.per_token_us * (1 + 1e-9)
         assert before.per_token_us < after.per_token_us and before.tokens_per_s < after.tokens_per_s
     assert front[-1].tokens_per_s == pytest.approx(search(problem)[0].tokens_per_s)
 
