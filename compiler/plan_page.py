@@ -250,6 +250,7 @@ def plan_json(
         "context_tokens": problem.context_tokens,
         "round_us": dict(timeline(problem, plan)),
         "memory_bytes": [dict(held.table()) for held in plan_bytes(problem, plan.place, plan.cuts)],
+        "free_bytes": plan.free_bytes,
         "constants": {
             name: {"value": c.value, "correction": c.correction, "origin": c.origin}
             for name, c in problem.machine.constants()
@@ -260,4 +261,8 @@ def plan_json(
         body["runners_up"] = [{"plan": describe(problem, c), "times": c.value_us / plan.value_us} for c in why.runners]
         body["why_not"] = {str(degree): reason for degree, reason in why.why_not}
         body["notes"] = list(why.notes)
+        body["ladder"] = [
+            {"batch": rung.batch, "micro_batches": rung.micro_batches, "draft": rung.entry.draft,
+             "ms_per_token": rung.per_token_us / 1e3, "tokens_per_s": rung.tokens_per_s} for rung in why.rungs
+        ]  # fmt: skip
     return body

@@ -56,6 +56,8 @@ def test_json_holds_the_plan_and_its_proof(capsys: pytest.CaptureFixture[str], t
     assert [stage.degree for stage in plan.stages] == [4, 4] and plan.devices[:8] == tuple(range(8))
     assert dict(plan.certificate)["proven"] is True and plan.ladder[0][0] == 1
     assert sum(body["round_us"].values()) == pytest.approx(dict(plan.predicted)["period_us"])
+    assert body["free_bytes"] == min(row["device has"] - row["total"] for row in body["memory_bytes"]) > 0
+    assert [(rung["batch"], rung["draft"]) for rung in body["ladder"]] == list(plan.ladder)
     assert body["constants"]["devices.A10.memory_bytes"]["origin"] == "NVIDIA A10 datasheet"
     root = ElementTree.fromstring(picture.read_text())
     assert len([each for each in root.iter() if each.tag.endswith("rect")]) > 16
