@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from flexspec.errors import WeightError
 from flexspec.models.config import WeightSource
 
 _LAYER = re.compile(r"(layers\.\d+\.)(.+)")
+_MOST_SHOWN = 8
 _FIX = "the file is damaged or of another model: download it again"
 
 
@@ -66,7 +68,8 @@ def rename_weights(
         else:
             stacks.setdefault(ours, {})[expert] = name
     for ours, parts in stacks.items():
-        missing, surplus = sorted(set(range(experts)) - set(parts)), sorted(set(parts) - set(range(experts)))
+        missing = list(islice((x for x in range(experts) if x not in parts), _MOST_SHOWN))
+        surplus = sorted(x for x in parts if x >= experts)[:_MOST_SHOWN]
         if missing or surplus:
             found = f"{path} lacks experts {missing}" if missing else f"{path} has experts {surplus}"
             raise WeightError(f"{found} of {ours}", f"{experts} experts, from 0 on", _FIX)

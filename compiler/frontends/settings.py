@@ -67,6 +67,13 @@ class Settings:
             raise self.error(key, "a list of strings")
         return value
 
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of integers from 0 up; empty when absent."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(type(item) is int and 0 <= item < _MAX_SIZE for item in value):
+            raise self.error(key, "a list of integers from 0 up")
+        return tuple(value)
+
     def token_ids(self, key: str) -> tuple[int, ...]:
         """One id or a list of ids; empty when absent. Negative ids (older files' "none") are dropped."""
         value = self._get(key, [])

@@ -16,7 +16,7 @@ from flexspec.models.registry import register_family
 from flexspec.types import DType
 
 _SHARED = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size")
-_DENSE = "a model all of whose experts are chosen by the router"
+_MOST_LAYERS = 4096  # a damaged file may name any number
 
 
 def build_moe(config: ModelConfig, dtype: DType, *, taps: tuple[int, ...] = (), name: str = "llm") -> Graph:
@@ -60,8 +60,10 @@ def _read_mixtral(keys: ConfigKeys, config: ModelConfig) -> ModelConfig:
 def _read_qwen3_moe(keys: ConfigKeys, config: ModelConfig) -> ModelConfig:
     """Layers are dense where ``mlp_only_layers`` says so, and but for every ``decoder_sparse_step``-th."""
     ffn = keys.integer("moe_intermediate_size", 768)
-    step, listed = keys.integer("decoder_sparse_step", 1), keys.token_ids("mlp_only_layers")
-    if any(layer >= config.layers for layer in listed):
+    step, listed = keys.integer("decoder_sparse_step", 1), frozenset(keys.integers("mlp_only_layers"))
+    if config.layers > _MOST_LAYERS:
+        raise keys.error("num_hidden_layers", f"at most {_MOST_LAYERS} layers")
+    if max(listed, default=0) >= config.layers:
         raise keys.error("mlp_only_layers", f"layers below {config.layers}")
     dense = tuple(layer for layer in range(config.layers) if layer in listed or (layer + 1) % step)
     if len(dense) == config.layers:
@@ -78,16 +80,14 @@ def _mixture(
     """``experts`` and ``chosen`` are the defaults; ``name`` is the older key for their number."""
     for shared in _SHARED:
         if keys.raw(shared):
-            raise keys.error(shared, "no shared experts", f"take {_DENSE}")
+            raise keys.error(shared, "no shared experts", "take a model whose router chooses among all experts")
     count = keys.integer("num_local_experts", keys.integer(name, experts))  # transformers 5 writes this for all
     if keys.integer(name, count) != count:
         raise keys.error(name, f"num_local_experts, {count}")
     chosen = keys.integer("num_experts_per_tok", chosen)
     if chosen > count:
         raise keys.error("num_experts_per_tok", f"at most the number of experts, {count}")
-    return replace(
-        config, experts=count, experts_per_token=chosen, expert_ffn_size=ffn, normalize_routing=normalize
-    )  # fmt: skip
+    return replace(config, experts=count, experts_per_token=chosen, expert_ffn_size=ffn, normalize_routing=normalize)
 
 
 _OURS = tuple(f"mlp.experts.{name}_proj.weight" for name in ("gate", "down", "up"))  # w1, w2 and w3 of Mixtral

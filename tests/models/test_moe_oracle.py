@@ -124,6 +124,8 @@ def changed(folder: Path, **settings: Any) -> Path:
         ({"num_experts": 7}, "num_experts = 7"),
         ({"num_local_experts": 0}, "num_local_experts = 0"),
         ({"mlp_only_layers": [3]}, r"mlp_only_layers = \[3\]"),
+        ({"mlp_only_layers": [-1]}, "list of integers from 0 up"),
+        ({"num_hidden_layers": 2_000_000_000}, "at most 4096 layers"),
         ({"mlp_only_layers": [0, 1, 2]}, r"mlp_only_layers = \[0, 1, 2\]"),
         ({"decoder_sparse_step": 4}, "decoder_sparse_step = 4"),
         ({"moe_intermediate_size": "20"}, "moe_intermediate_size = '20'"),
@@ -140,6 +142,12 @@ def test_a_window_of_mixtral_counts_only_where_it_is_named(tmp_path: Path) -> No
     assert open_model(changed(tmp_path, sliding_window=None)).config.experts == 5
     with pytest.raises(ModelConfigError, match="sliding_window=64"):
         open_model(changed(tmp_path, sliding_window=64))
+
+
+def test_any_number_of_experts_is_held_against_the_file(tmp_path: Path) -> None:
+    oracle("mixtral", tmp_path)
+    with pytest.raises(WeightError, match=r"lacks experts \[5, 6, 7, 8, 9, 10, 11, 12\]"):
+        open_model(changed(tmp_path, num_local_experts=2_000_000_000))
 
 
 def test_bad_configurations_are_refused(tmp_path: Path) -> None:
