@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from flexspec.runtime.open_engine import open_engine
 from flexspec.runtime.pages import RowGroup, pack_rows
 from flexspec.runtime.serve_options import ServeOptions
 from flexspec.runtime.step import Executor, StepBatch
+from flexspec.runtime.step_times import lower_quartile
 from flexspec.text import parse_graph
 from flexspec.types import PAGE_TOKENS, DType, Role
 
@@ -91,7 +91,7 @@ def _host(template: Machine, found: HostTimes, origin: str) -> Machine:
 
 
 def time_attention(executors: Sequence[Executor], graph: Graph, context_tokens: int) -> dict[int, float]:
-    """Rows -> median microseconds of all attention of a step, while the other executors are as busy."""
+    """Rows -> microseconds (lower quartile) of all attention of a step, while the other executors are as busy."""
     first = executors[0]
     assert isinstance(first, CpuExecutor)
     times = first.keep_times(len(graph.nodes))
@@ -103,7 +103,7 @@ def time_attention(executors: Sequence[Executor], graph: Graph, context_tokens: 
             for _ in range(_REPEATS):
                 first.step(batch, want_logits=False)
         took = np.diff(times.arrays()["stamps"][-_REPEATS + 1 :], axis=1)[:, nodes].sum(1)
-        found[rows] = float(np.median(took)) / 1e3
+        found[rows] = lower_quartile(took / 1e3)
     return found
 
 
@@ -116,7 +116,7 @@ def fit_attention(
 
 
 def time_steps(executors: Sequence[Executor]) -> dict[int, float]:
-    """Rows -> median microseconds of a chain step of one request on the first executor, while the others run the same.
+    """Rows -> microseconds of a chain step of one request on the first executor, while the others run the same.
 
     All ranks of a plan share the memory's bandwidth, so a step alone would look too fast. Sizes are interleaved, so
     that all of them meet the slow moments of the machine.
@@ -132,7 +132,7 @@ def time_steps(executors: Sequence[Executor]) -> dict[int, float]:
                 executors[0].step(batches[rows], want_logits=False)
                 if repeat:
                     times[rows].append((time.perf_counter() - began) * 1e6)
-    return {rows: statistics.median(values) for rows, values in times.items()}
+    return {rows: lower_quartile(values) for rows, values in times.items()}
 
 
 def _chain(rows: int, context_tokens: int = _CONTEXT_TOKENS) -> StepBatch:

@@ -31,7 +31,7 @@ from flexspec.kernels.cpu_build import supported_isas
 from flexspec.kernels.cpu_exchange import split_logits
 from flexspec.kernels.package import CompileOptions, compile_model
 from flexspec.runtime.compare_rank import Job, times_file
-from flexspec.runtime.compare_times import RankTimes, Steps, complete, draft_lines, middle_mean, verify_lines
+from flexspec.runtime.compare_times import RankTimes, Steps, complete, draft_lines, quartile_mean, verify_lines
 from flexspec.runtime.drafters.plan import DraftPlan
 from flexspec.runtime.round_runs import Ask
 from flexspec.text import parse_graph
@@ -230,7 +230,7 @@ def _outcomes(problem: Problem, group: _Group) -> Iterator[tuple[Trial, Outcome]
             arrays = _load(times_file(group.job, f"ssm{place}.", trial.entry.draft))
             for line, values in draft_lines(graph, arrays, spans).items():
                 lines[line] = lines.get(line, 0.0) + values
-        measured, count = middle_mean(_whole_rounds(lines, rounds, several))
+        measured, count = quartile_mean(_whole_rounds(lines, rounds, several))
         yield trial, Outcome(trial, predicted_lines(problem, trial), measured, count)
 
 

@@ -113,13 +113,13 @@ def complete(lines: dict[Line, Steps], part: str, what: str, total_us: Steps) ->
     lines[part, what] = total_us - (np.sum(known, 0) if known else 0.0)
 
 
-def middle_mean(lines: Mapping[Line, Steps]) -> tuple[dict[Line, float], int]:
-    """The mean of every line over the rounds that lie between the quartiles of the whole round, and their number.
+def quartile_mean(lines: Mapping[Line, Steps]) -> tuple[dict[Line, float], int]:
+    """The mean of every line over the quarter of the rounds around the lower quartile, and their number.
 
-    Means add up, which medians do not, and rounds in slow moments of the machine stay out.
+    Means add up, which quantiles do not; what else runs on the machine only ever adds time.
     """
     total = np.sum(list(lines.values()), 0)
     order = np.argsort(total, kind="stable")
     count = len(order)
-    kept = order[count // 4 : max(count // 4 + 1, count - count // 4)]
+    kept = order[count // 8 : max(count // 8 + 1, 3 * count // 8)]
     return {line: float(values[kept].mean()) for line, values in lines.items()}, len(kept)

@@ -6,7 +6,6 @@ A round costs ``round_us`` and ``request_us`` a request (accept, commit, schedul
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 
 from flexspec.runtime.round_runs import Ask, Round, RoundRuns
 from flexspec.runtime.serve_options import ServeOptions
-from flexspec.runtime.step_times import StepTimes
+from flexspec.runtime.step_times import StepTimes, lower_quartile
 
 _BATCHES = (1, 2, 4)
 _DRAFTS = ("chain:4/sources=ssm", "tree:2,2,1/sources=ssm")
@@ -47,8 +46,8 @@ def probe_host(path: Path) -> HostTimes:
         for _ in range(_TURNS):
             for ask in asks:
                 found, opened = runs.run(ask), runs.open(ask.draft)
-                rounds.append((ask.batch, statistics.median(r.total_us - r.draft_us - r.verify_us for r in found)))
-                steps.append((0, statistics.median(_around(opened.llm, [(r.step, r.step + 1) for r in found]))))
+                rounds.append((ask.batch, lower_quartile([r.total_us - r.draft_us - r.verify_us for r in found])))
+                steps.append((0, lower_quartile(list(_around(opened.llm, [(r.step, r.step + 1) for r in found])))))
                 steps += [(ask.batch, us) for us in _between(found, opened.ssms)]
     finally:
         runs.close()
@@ -67,14 +66,14 @@ def _drafts(path: Path) -> list[str]:
 
 
 def _between(rounds: Sequence[Round], ssms: Sequence[StepTimes]) -> list[float]:
-    """Median microseconds of a drafting step beside its program."""
+    """Microseconds of a drafting step beside its program."""
     if not ssms:
         return []
     spans = [[each.ssm_steps[number] for each in rounds] for number in range(len(ssms))]
     programs = np.sum([list(_inside(times, own)) for times, own in zip(ssms, spans, strict=True)], 0)
     counts = np.sum([[end - first for first, end in own] for own in spans], 0)
     drafts = np.array([each.draft_us for each in rounds])
-    return [float(np.median((drafts - programs) / np.maximum(counts, 1)))]
+    return [lower_quartile((drafts - programs) / np.maximum(counts, 1))]
 
 
 def _inside(times: StepTimes, spans: Sequence[tuple[int, int]]) -> Iterator[float]:

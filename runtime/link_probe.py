@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from flexspec.errors import ToolchainError
 from flexspec.graph import Node, Value
+from flexspec.runtime.step_times import lower_quartile
 from flexspec.types import DType, Role, TensorType
 
 Meet = Callable[[int, Node, NDArray[np.float32] | None], NDArray[np.float32]]  # as Seat.meet
@@ -30,10 +31,11 @@ _ROW_BYTES = 4 * _COLUMNS
 _WORK_BYTES = 1 << 22  # read between two sums
 _STAGE_READS = 24  # as many times that between two transfers: about a stage's time, in which other ranks fall asleep
 _REPEATS, _WARM, _TIMEOUT_S = 20, 4, 120
+_CHAINS, _LINKS = 7, 12  # sums come in chains, two a block: what counts is the mean of a chain, late ones included
 
 
 def probe_links(ranks: int) -> tuple[dict[int, float], dict[int, float]]:
-    """(transfers, all-reduces): bytes -> median us between ``ranks`` processes. Raises ToolchainError without torch."""
+    """(transfers, all-reduces): bytes -> us between ``ranks`` processes. Raises ToolchainError without torch."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -70,12 +72,12 @@ def probe_links(ranks: int) -> tuple[dict[int, float], dict[int, float]]:
 def _transfer_us(moments_ns: list[list[int]]) -> float:
     """From the giver's begin to the taker's end; rank 0 gives first, then they take turns. A host has one clock."""
     first, second = (np.array(each, np.int64) for each in moments_ns)
-    return float(np.median(np.abs(first - second))) / 1e3
+    return lower_quartile(np.abs(first - second) / 1e3)
 
 
 def _reduce_us(spent_us: list[list[float]]) -> float:
-    """What a rank spends in it, waiting for the others included."""
-    return float(np.median(np.mean(spent_us, 0)))
+    """What a rank spends in each of a chain, waiting for the others included."""
+    return lower_quartile(np.mean(spent_us, 0).reshape(_CHAINS, _LINKS).mean(1))
 
 
 @dataclass(slots=True)
@@ -106,7 +108,7 @@ class _Probe:
         """Microseconds in each."""
         spent = []
         data = np.ones((rows, _COLUMNS), np.float32)
-        for _ in range(_WARM + _REPEATS):
+        for _ in range(_WARM + _CHAINS * _LINKS):
             _work()
             began = time.perf_counter()
             self.meet(self.rank, _node("reduce", ranks=self.ranks), data)

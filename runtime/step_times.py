@@ -5,12 +5,18 @@ All times are nanoseconds of the system's steady clock, which the processes of a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.kernels.cpu_launch import CpuLibrary
+
+
+def lower_quartile(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """What a measured time is when the machine is not held up: all that else runs on it only ever adds."""
+    return float(np.percentile(values, 25))
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ def compare(args: argparse.Namespace, problem: Problem) -> int:
     today = datetime.date.today().isoformat()
     about = (
         f"{problem.llm.name} on {problem.machine.name}, {args.dtype}, context {problem.context_tokens}, {today}: "
-        f"{effort.turns} turns of {effort.rounds} rounds each, means of their middle half"
+        f"{effort.turns} turns of {effort.rounds} rounds each, around their lower quartile"
     )
     sys.stdout.write(compare_page(outcomes, about))
     return 0
