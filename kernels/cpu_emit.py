@@ -6,7 +6,7 @@ from flexspec.errors import CompileError
 from flexspec.graph import Node
 from flexspec.kernels.cpu_exchange import embedding_share, exchange, send
 from flexspec.kernels.cpu_experts import moe_experts, router
-from flexspec.kernels.cpu_plan import Place, kernel_of
+from flexspec.kernels.cpu_plan import Place, kernel_of, row_count
 from flexspec.kernels.cpu_render import Emit, Emitter, record_expression
 from flexspec.ops.linear import group_parts
 from flexspec.types import Role
@@ -26,15 +26,6 @@ def _vector(e: Emitter, *names: str) -> str:
 
 def _matrix(e: Emitter, *names: str) -> str:
     return f"c.weight<{e.elem}>({e.weight('matrix', names)})"
-
-
-def _row_count(e: Emitter, name: str) -> str:
-    dim = e.graph.types()[name].dims[0]
-    if dim not in ("T", "L"):
-        raise CompileError(
-            f"value {name} has {dim!r} rows", "T or L rows", "keep the row dim symbolic in the model file"
-        )
-    return f"s.{dim}"
 
 
 def _result(e: Emitter, node: Node) -> Place:
@@ -75,7 +66,7 @@ def rms_norm(e: Emitter, index: int, node: Node) -> None:
     per_head = len(dims) == 3
     out = _in_place(e, index, x, node.outputs[0].name) if per_head else _result(e, node)
     operands = f"{source}, {_vector(e, w)}, {node.attr('eps')!r}f, {e.rows(out)}"
-    e.call(f"rms_norm<{_kind(e, out)}, {size}>(c, tid, {_row_count(e, x)}, {heads}, {operands})")
+    e.call(f"rms_norm<{_kind(e, out)}, {size}>(c, tid, {row_count(e.graph, x)}, {heads}, {operands})")
 
 
 def rope(e: Emitter, index: int, node: Node) -> None:
@@ -129,7 +120,8 @@ def linear(e: Emitter, index: int, node: Node) -> None:
     out = e.allocate(name, elem=False)
     epilogue = f"StoreRows{{{e.rows(out)}, {_bias(e, tuple(bias))}}}"
     e.call(
-        f"gemm<{e.elem}, {k}, {n}>(c, tid, {_row_count(e, x)}, {source}, {_matrix(e, w)}, {epilogue})", row_local=False
+        f"gemm<{e.elem}, {k}, {n}>(c, tid, {row_count(e.graph, x)}, {source}, {_matrix(e, w)}, {epilogue})",
+        row_local=False,
     )
 
 
@@ -158,7 +150,7 @@ def linear_swiglu(e: Emitter, index: int, node: Node) -> None:
     out = e.allocate(node.outputs[0].name, elem=True)
     weight = f"c.weight<{e.elem}>({e.weight('swiglu', (gate, up))})"
     operands = f"{source}, {weight}, {e.rows(out, elem_type=True)}"
-    e.call(f"gemm_swiglu<{e.elem}, {k}, {f}>(c, tid, {_row_count(e, x)}, {operands})", row_local=False)
+    e.call(f"gemm_swiglu<{e.elem}, {k}, {f}>(c, tid, {row_count(e.graph, x)}, {operands})", row_local=False)
 
 
 def linear_add(e: Emitter, index: int, node: Node) -> None:
@@ -168,7 +160,8 @@ def linear_add(e: Emitter, index: int, node: Node) -> None:
     out = _in_place(e, index, residual, node.outputs[0].name)
     epilogue = f"AddRows{{{e.rows(out)}, {addend}, {_bias(e, tuple(bias))}}}"
     e.call(
-        f"gemm<{e.elem}, {k}, {n}>(c, tid, {_row_count(e, x)}, {source}, {_matrix(e, w)}, {epilogue})", row_local=False
+        f"gemm<{e.elem}, {k}, {n}>(c, tid, {row_count(e.graph, x)}, {source}, {_matrix(e, w)}, {epilogue})",
+        row_local=False,
     )
 
 
@@ -180,7 +173,7 @@ def rowwise(e: Emitter, index: int, node: Node) -> None:
     sources = [_float(e, name) for name in node.inputs]
     out = _result(e, node)
     body = f"[](vf x0, vf x1) -> vf {{ (void)x0, (void)x1; return {record_expression(node)}; }}"
-    shape = f"{_row_count(e, node.inputs[0])}, {e.columns(node.inputs[0])}"
+    shape = f"{row_count(e.graph, node.inputs[0])}, {e.columns(node.inputs[0])}"
     operands = f"{sources[0]}, {sources[-1]}, {e.rows(out)}, {body}"
     e.call(f"elementwise<{_kind(e, out)}>(c, tid, {shape}, {operands})")
 
@@ -207,7 +200,7 @@ def partition(e: Emitter, index: int, node: Node) -> None:
     out = _result(e, node)
     whole = _float(e, x)
     source = f"Rows<float>{{{whole}.p + {first * inner}, {whole}.ld}}"
-    shape = f"{_row_count(e, x)}, {e.columns(node.outputs[0].name)}"
+    shape = f"{row_count(e.graph, x)}, {e.columns(node.outputs[0].name)}"
     e.call(f"copy_rows<float, {_kind(e, out)}>(c, tid, {shape}, {source}, {e.rows(out)})")
 
 

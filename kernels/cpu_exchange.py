@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from flexspec.errors import CompileError
 from flexspec.graph import Graph, Node
-from flexspec.kernels.cpu_plan import has_exchanges
+from flexspec.kernels.cpu_plan import has_exchanges, row_count
 from flexspec.kernels.cpu_render import Emitter
 from flexspec.ops.record import record_of
 from flexspec.text import print_node
@@ -76,13 +76,13 @@ def exchange(e: Emitter, index: int, node: Node) -> None:
     operand, result = node.inputs[0], node.outputs[0]
     source = e.read(operand, elem=False) if e.graph.types()[operand].dtype.is_float else _NOTHING
     out = e.allocate(result.name, elem=False)
-    e.call(f"exchange(tid, {index}, {_rows(node)}, {source}, {e.rows(out)})", row_local=False)
+    e.call(f"exchange(tid, {index}, {row_count(e.graph, result.name)}, {source}, {e.rows(out)})", row_local=False)
 
 
 def send(e: Emitter, index: int, node: Node) -> None:
     """Rows in only: nobody here reads the result."""
     source = e.read(node.inputs[0], elem=False)
-    e.call(f"exchange(tid, {index}, {_rows(node)}, {source}, {_NOTHING})", row_local=False)
+    e.call(f"exchange(tid, {index}, {row_count(e.graph, node.inputs[0])}, {source}, {_NOTHING})", row_local=False)
 
 
 def embedding_share(e: Emitter, node: Node, matrix: str) -> None:
@@ -98,12 +98,3 @@ def embedding_share(e: Emitter, node: Node, matrix: str) -> None:
     e.call(f"own_ids(tid, s.T, s.ids, {held}, {own})", row_local=False)
     e.call(f"embedding<{e.elem}, {columns}>(c, tid, s.T, {own}, {matrix}, {out})")
     e.call(f"zero_others(c, tid, s.T, {own}, {out}, {columns})")
-
-
-def _rows(node: Node) -> str:
-    dim = node.outputs[0].type.dims[0]
-    if dim not in ("T", "L"):
-        raise CompileError(
-            f"{node.op} of %{node.outputs[0].name} with {dim!r} rows", "T or L rows", "cut the stages elsewhere"
-        )
-    return f"s.{dim}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexspec.graph import Node
-from flexspec.kernels.cpu_plan import row_stride
+from flexspec.kernels.cpu_plan import row_count, row_stride
 from flexspec.kernels.cpu_render import Emitter
 from flexspec.types import DType
 
@@ -14,15 +14,15 @@ def router(e: Emitter, index: int, node: Node) -> None:
     """The scores by a matrix product, made into routing weights in place."""
     x, weight = node.inputs
     experts, columns = e.graph.types()[weight].dims
-    source = e.read(x, elem=True)
+    rows, source = row_count(e.graph, x), e.read(x, elem=True)
     out = e.rows(e.allocate(node.outputs[0].name, elem=False))
     matrix = f"c.weight<{e.elem}>({e.weight('matrix', (weight,))})"
     e.call(
-        f"gemm<{e.elem}, {columns}, {experts}>(c, tid, s.T, {source}, {matrix}, StoreRows{{{out}, nullptr}})",
+        f"gemm<{e.elem}, {columns}, {experts}>(c, tid, {rows}, {source}, {matrix}, StoreRows{{{out}, nullptr}})",
         row_local=False,
     )
     flags = ", ".join("true" if flag else "false" for flag in (node.attr("softmax") == "all", node.attr("normalize")))
-    e.call(f"route<{experts}, {node.attr('top_k')}, {flags}>(c, tid, s.T, {out})")
+    e.call(f"route<{experts}, {node.attr('top_k')}, {flags}>(c, tid, {rows}, {out})")
 
 
 def moe_experts(e: Emitter, index: int, node: Node) -> None:
@@ -33,7 +33,7 @@ def moe_experts(e: Emitter, index: int, node: Node) -> None:
     assert isinstance(experts, int) and isinstance(ffn, int) and isinstance(width, int) and isinstance(top_k, int)
     chosen = min(top_k, experts)  # of these experts, by a row
     element_bytes = 2 if e.dtype is DType.BF16 else 4
-    source, weights = e.read(x, elem=True), e.read(routing, elem=False)
+    rows, source, weights = row_count(e.graph, x), e.read(x, elem=True), e.read(routing, elem=False)
     out = e.rows(e.allocate(node.outputs[0].name, elem=False))
     numbers = e.arena.take(4 * (chosen + -(-(experts + 1) // _LEAST_ROWS)))
     taken = [numbers]
@@ -49,10 +49,10 @@ def moe_experts(e: Emitter, index: int, node: Node) -> None:
     both = f"c.weight<{e.elem}>({e.weight('experts_swiglu', (gate, up))})"
     last = f"c.weight<{e.elem}>({e.weight('experts', (down,))})"
     for call in (
-        f"list_experts<{experts}, {chosen}>(tid, s.T, {weights}, {of})",
+        f"list_experts<{experts}, {chosen}>(tid, {rows}, {weights}, {of})",
         f"gather_experts<{e.elem}, {width}>(c, tid, {of}, {source}, {gathered})",
         f"experts_swiglu<{e.elem}, {width}, {ffn}>(c, tid, {of}, {gathered}, {both}, {hidden})",
-        f"experts_down<{e.elem}, {ffn}, {width}>(c, tid, s.T, {of}, {weights}, {hidden}, {last}, {out})",
+        f"experts_down<{e.elem}, {ffn}, {width}>(c, tid, {rows}, {of}, {weights}, {hidden}, {last}, {out})",
     ):
         e.call(call, row_local=False)
     for buffer in taken:

@@ -79,6 +79,16 @@ def width(graph: Graph, name: str) -> int:
     return columns
 
 
+def row_count(graph: Graph, name: str) -> str:
+    """How the program calls the number of rows of a value. Raises CompileError for other rows than a step's."""
+    dim = graph.types()[name].dims[0]
+    if dim not in ("T", "L"):
+        raise CompileError(
+            f"value {name} has {dim!r} rows", "T or L rows", "keep the row dim symbolic in the model file"
+        )
+    return f"s.{dim}"
+
+
 class Roots:
     """Alias classes: views (split_heads, merge_heads) share the storage of what they view."""
 
