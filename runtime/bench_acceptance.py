@@ -76,15 +76,15 @@ def measure_acceptance(
     Raises what ``open_engine`` raises, RequestError for a draft plan that cannot be, and ProfileError for one that is
     off, draws from no SSM (plan prices SSMs only) or stands twice.
     """
-    plans = {str(draft): draft for draft in map(_checked, drafts)}
-    if len(plans) < len(drafts):
+    plans = {text: _checked(text) for text in drafts}
+    if len({str(draft) for draft in plans.values()}) < len(drafts):
         raise ProfileError("a draft plan twice", "each draft plan once", "leave one out")
     entries: list[dict[str, Any]] = []
     done = 0
     name = artifact.name
     for text, draft in plans.items():
         counter = RoundCounter()
-        served = open_engine(artifact, ServeOptions(draft=text, measure=False, checks=not entries), counter)
+        served = open_engine(artifact, ServeOptions(draft=str(draft), measure=False, checks=not entries), counter)
         name = served.name
         try:
             for prompt in prompts:
@@ -92,7 +92,7 @@ def measure_acceptance(
                 note(done := done + 1, len(prompts) * len(plans))
         finally:
             served.close()
-        entries.append(_entry(draft, counter))
+        entries.append(_entry(text, draft, counter))
     today = datetime.date.today().isoformat()
     body = {
         "format": FORMAT,
@@ -143,10 +143,10 @@ def _checked(text: str) -> DraftPlan:
     return draft
 
 
-def _entry(draft: DraftPlan, counter: RoundCounter) -> dict[str, Any]:
+def _entry(text: str, draft: DraftPlan, counter: RoundCounter) -> dict[str, Any]:
     rounds = max(1, counter.rounds)
     return {
-        "draft": str(draft),
+        "draft": text,
         "levels": [round(count / rounds, 6) for count in counter.levels if count],
         "committed_tokens": round(counter.committed / rounds, 6),
         "most_nodes": worst_case(draft).max_nodes,

@@ -45,7 +45,7 @@ def test_a_profile_is_measured_and_read_back(
     assert code == 0 and "tree:2,1" in page
     profile = open_acceptance(str(out))
     assert (profile.llm, profile.ssms) == ("tiny", ("tiny-ssm",)) and "2 of p.jsonl, 12 new tokens" in profile.prompts
-    assert [entry.draft for entry in profile.entries] == ["chain:2/sources=ssm", "tree:2,1"]
+    assert [entry.draft for entry in profile.entries] == ["chain:2/sources=ssm", "tree:2,1/sources=ssm"]
     chain, tree = profile.entries
     assert (chain.most_nodes, tree.most_nodes) == (2, 4)
     assert 1 <= chain.committed_tokens <= 3 and 0 < chain.levels[1] <= chain.levels[0] <= 1 < tree.levels[0] <= 2
@@ -60,7 +60,7 @@ def test_a_profile_is_measured_and_read_back(
         (["--acceptance", "--count", "0"], "--count 0"),
         (["--acceptance", "--draft", "off"], "draft plan off"),
         (["--acceptance", "--draft", "budget:8"], "draws from SSMs"),
-        (["--acceptance", "--draft", "chain:2/sources=ssm", "--draft", "chain:2/sources=ssm"], "twice"),
+        (["--acceptance", "--draft", "tree:2,1", "--draft", "tree:2,1/sources=ssm"], "twice"),
         (["--acceptance", "--draft", "sideways"], "method 'sideways'"),
         (["--acceptance", "--draft", "chain:2/sources=ssm2"], "no ssm2"),
         (["--acceptance", "--prompts", "nothing.jsonl"], "nothing.jsonl"),
