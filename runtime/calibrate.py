@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexspec.compiler.artifact import open_artifact
 from flexspec.compiler.fit_machine import StepFit, fit_device, fit_link, fit_operator, graph_calls
@@ -33,7 +34,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 48, 64)
 _REPEATS = 9
 MAX_BUSY = 8  # each busy rank holds the weights once
 _CONTEXT_TOKENS = 1
-_ATTENTION, _ATTENTION_CONTEXT, _ATTENTION_ROWS = "attention", 512, (1, 2, 4, 8, 16, 32, 64)
+_ATTENTION, _NODE_CONTEXT, _NODE_ROWS = "attention", 512, (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,12 @@ def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> Calibration:
             opened.callback(each.close)
         executors = [each.executors[0] for each in served]
         times = time_steps(executors)
-        context = min(_ATTENTION_CONTEXT, executors[0].max_positions - max(_ATTENTION_ROWS))
-        attention = time_attention(executors, graph, context)
-    steps = fit_device(kind.device, dtype, graph_calls(graph), times, _CONTEXT_TOKENS, origin)
-    device = replace(fit_attention(steps.device, dtype, graph, attention, context, origin), processor="cpu")
+        context = min(_NODE_CONTEXT, executors[0].max_positions - max(_NODE_ROWS))
+        nodes = time_nodes(executors, graph, context)
+    launch = Constant(float(f"{shortest_us(nodes[1]):.4g}"), 1.0, f"the shortest operator of a row; {origin}")
+    start = replace(kind.device, launch_us=launch, processor="cpu")
+    steps = fit_device(start, dtype, graph_calls(graph), times, _CONTEXT_TOKENS, origin)
+    device = fit_attention(steps.device, dtype, graph, nodes, context, origin)
     link = kind.link
     if links and ranks > 1:
         transfers, reduces = probe_links(ranks)
@@ -90,28 +93,39 @@ def _host(template: Machine, found: HostTimes, origin: str) -> Machine:
     )
 
 
-def time_attention(executors: Sequence[Executor], graph: Graph, context_tokens: int) -> dict[int, float]:
-    """Rows -> microseconds (lower quartile) of all attention of a step, while the other executors are as busy."""
+def time_nodes(executors: Sequence[Executor], graph: Graph, context_tokens: int) -> dict[int, NDArray[np.float64]]:
+    """Rows -> microseconds of each node of a step, 0 for one without code, while the other executors are as busy."""
     first = executors[0]
     assert isinstance(first, CpuExecutor)
     times = first.keep_times(len(graph.nodes))
-    nodes = [i for i, node in enumerate(graph.nodes) if node.op == _ATTENTION]
-    found: dict[int, float] = {}
-    for rows in [rows for rows in _ATTENTION_ROWS if rows <= first.max_rows]:
+    found: dict[int, NDArray[np.float64]] = {}
+    for rows in [rows for rows in _NODE_ROWS if rows <= first.max_rows]:
         batch = _chain(rows, context_tokens)
         with _running(executors[1:], batch):
             for _ in range(_REPEATS):
                 first.step(batch, want_logits=False)
-        took = np.diff(times.arrays()["stamps"][-_REPEATS + 1 :], axis=1)[:, nodes].sum(1)
-        found[rows] = lower_quartile(took / 1e3)
+        took = np.diff(times.arrays()["stamps"][-_REPEATS + 1 :], axis=1) / 1e3
+        found[rows] = np.percentile(took, 25, axis=0)
     return found
 
 
+def shortest_us(nodes_us: NDArray[np.float64]) -> float:
+    """What an operator takes that has next to nothing to do."""
+    return float(nodes_us[nodes_us > 0].min())
+
+
 def fit_attention(
-    device: Device, dtype: DType, graph: Graph, measured_us: Mapping[int, float], context_tokens: int, origin: str
+    device: Device,
+    dtype: DType,
+    graph: Graph,
+    nodes_us: Mapping[int, NDArray[np.float64]],
+    context_tokens: int,
+    origin: str,
 ) -> Device:
     """``device`` with attention's own peaks: its loops over pages are far from what a matrix product reaches."""
     calls = [call for call in graph_calls(graph) if call.record.name == _ATTENTION]
+    own = [i for i, node in enumerate(graph.nodes) if node.op == _ATTENTION]
+    measured_us = {rows: float(took[own].sum()) for rows, took in nodes_us.items()}
     return fit_operator(device, dtype, calls, measured_us, context_tokens, origin) if calls else device
 
 

@@ -21,6 +21,9 @@ def compare(args: argparse.Namespace, problem: Problem) -> int:
     from flexspec.runtime.compare_trials import check_trials, trials_of_files, trials_of_machine
     from flexspec.types import DType
 
+    others = [name for name in ("prove", "pareto", "score", "svg", "output") if getattr(args, name)]
+    if others:
+        raise PlanError(f"--compare with --{others[0]}", "one of them", f"leave out --{others[0]}")
     if not 1 <= args.turns <= 1000:
         raise PlanError(f"--turns {args.turns}", "1 to 1000", "choose a number in that range")
     trials = trials_of_files(problem, args.compare) if args.compare else trials_of_machine(problem)

@@ -89,6 +89,7 @@ def test_the_list_has_what_the_machine_can_run(models: tuple[Path, Path]) -> Non
     [
         (["--machine", "a10"], "machine a10 of A10, no CPU"),
         (["--turns", "0"], "--turns 0"),
+        (["--prove"], "--compare with --prove"),
         (["--compare", "no-such.toml"], "no-such.toml"),
     ],
 )
