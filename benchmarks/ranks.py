@@ -53,7 +53,7 @@ def run(served: Served, tokens: int, together: int) -> tuple[int, float, list[st
         for at, prompt in enumerate(wave):
             text = served.chat.render([{"role": "user", "content": prompt}]) if served.chat else prompt
             ids = served.tokenizer.encode(text, add_special=not served.chat)
-            served.engine.submit(ids, SamplingParams(max_tokens=tokens), partial(hear, at))
+            served.engine.submit(ids, SamplingParams(max_tokens=tokens, ignore_eos=True), partial(hear, at))
         while served.engine.step():
             pass
         if number:
@@ -73,7 +73,7 @@ def measure(path: Path, draft: str, tokens: int, together: int, open_llm: OpenLl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=96, help="of each answer, past its end if need be (default 96)")
     parser.add_argument("--together", type=int, default=1, help="requests at the same time (default 1)")
     parser.add_argument(
         "--draft", default="auto", help="draft plan (default: the artifact's); not one that needs ranks"
