@@ -235,10 +235,10 @@ def decode_trees(body: Bytes, source: str) -> dict[int, TokenTree]:
 
 
 def encode(head: dict[str, Any], arrays: Sequence[NDArray[Any]]) -> Bytes:
-    """One run of bytes: length of the JSON, the JSON, the arrays one after another."""
+    """One run of bytes, writable as torch wants it: length of the JSON, the JSON, the arrays one after another."""
     text = json.dumps(head, separators=(",", ":")).encode()
-    raw = b"".join(np.ascontiguousarray(each).tobytes() for each in arrays)
-    return np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "little") + text + raw, np.uint8)
+    parts = [len(text).to_bytes(_LENGTH_BYTES, "little"), text, *(np.ascontiguousarray(a).tobytes() for a in arrays)]
+    return np.frombuffer(bytearray().join(parts), np.uint8)
 
 
 def decode(body: Bytes) -> tuple[dict[str, Any], Callable[..., NDArray[Any]]]:

@@ -75,7 +75,10 @@ class Engine:
         """Queue a request. Raises RequestError, CapacityError, QueueFullError, or EngineError after its end."""
         with self._lock:  # the end is marked under it too: nobody can slip in and wait for ever
             if self._ended is not None:
-                raise EngineError(f"the engine has ended: {self._ended}", "a running engine", "restart the server")
+                raise EngineError(
+                    f"the engine has ended: {self._ended}", "a running engine",
+                    "start the server again (serve --restart does it by itself)",
+                )  # fmt: skip
             if self._scheduler.idle:
                 self._last_step = time.monotonic()  # it was idle until now, not stuck
             request_id = self._scheduler.submit(prompt_ids, params, on_delta, self.executor.vocab_size)
@@ -119,27 +122,27 @@ class Engine:
                     self.drafter.begin(running.sequence.request_id, running.sequence.prompt_ids)
                 self._run()
             except FlexspecError as error:
-                self.fail(str(error))
+                self.fail(str(error), error.found)
             self.clock.total_s += time.perf_counter() - began
         self._last_step = time.monotonic()
         self._report_load()
         return busy or bool(gone)
 
-    def fail(self, reason: str) -> None:
-        """End everything in flight with an error; later submits are refused."""
+    def fail(self, reason: str, found: str = "") -> None:
+        """End everything in flight with an error; later submits are refused. ``found``: the reason in few words."""
         self._failure = reason
-        self._end_all(reason, "error")
+        self._end_all(reason, "error", found)
 
     def stop(self) -> None:
         """End everything in flight as cancelled, for an orderly shutdown; later submits are refused."""
         self._end_all("it was stopped", "cancelled")
 
-    def _end_all(self, why: str, reason: str) -> None:
+    def _end_all(self, why: str, reason: str, found: str = "") -> None:
         self._drafting.clear()
         self._verifying.clear()
         self._batches.clear()
         with self._lock:
-            self._ended = self._ended or why
+            self._ended = self._ended or found or why
             everything = self._scheduler.take_all()
         for running in everything:
             self._finish(running, reason, why if reason == "error" else None)

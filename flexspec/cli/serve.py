@@ -87,7 +87,7 @@ def _end_with_ranks(served: Served, thread: EngineThread) -> None:
 def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, open_llm: OpenLlm | None) -> int:
     from prometheus_client import CollectorRegistry
 
-    from flexspec.cli.ranks import tell_end
+    from flexspec.cli.ranks import tell_end, world_size
     from flexspec.runtime.engine_thread import EngineThread
     from flexspec.runtime.open_engine import open_engine
     from flexspec.runtime.server.app import create_app
@@ -105,9 +105,11 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, op
     app = create_app(served.engine, served.tokenizer, served.chat, name, metrics, limits)
     host, port = listener.getsockname()[:2]
 
+    ranks = f"{world_size()} ranks, " if world_size() > 1 else ""
+
     def ready() -> None:
         print(
-            f"flexspec: {name} on http://{host}:{port} ({served.isa}, draft {served.draft}, "
+            f"flexspec: {name} on http://{host}:{port} ({ranks}{served.isa}, draft {served.draft}, "
             f"context {served.context_tokens})",
             file=sys.stderr,
             flush=True,

@@ -83,6 +83,7 @@ def test_any_place_of_the_ssm_and_any_micro_batches(folder: Path, told: list[str
             with ThreadPoolExecutor() as pool:  # come and go one by one, so that batches and rungs change
                 assert [text for (text,) in pool.map(ask, [[prompt] for prompt in PROMPTS])] == told
         assert server.stop(signal.SIGTERM) == 0
+        assert server.process.stderr is not None and server.process.stderr.read() == ""  # no warning of torch's either
 
 
 def test_a_rank_that_only_drafts_can_die_too(folder: Path) -> None:

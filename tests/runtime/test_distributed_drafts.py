@@ -134,6 +134,7 @@ def test_unknown_requests_get_a_root() -> None:
 def test_what_cannot_be_read_is_an_error() -> None:
     host = DraftHost([ssm()])
     good = {"ssm": "ssm", "events": [], "plan": "tree:2,2,1", "wishes": []}
+    assert encode(good, []).flags.writeable  # torch warns of what is not
     assert decode_trees(host.answer(encode(good, [])), "ssm") == {}
     for bad in (
         {**good, "ssm": "other"}, {**good, "events": [["leap", 1, None]]}, {**good, "wishes": [[1]]}, {"events": 3},
