@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexspec.compiler.memory import rank_bytes
 from flexspec.compiler.plan_choice import Rung, ladder, uniform_plans
 from flexspec.compiler.problem import PLACE_WORDS, Problem
-from flexspec.compiler.search import Candidate, search
+from flexspec.compiler.search import Candidate, pareto_front, search
 from flexspec.errors import PlanError
 
 RUNNERS = 5
@@ -54,7 +55,7 @@ def explain(problem: Problem, found: list[Candidate], measured_with: str = "") -
 
 
 def _only(problem: Problem, degree: int) -> list[Candidate]:
-    """The search with one degree for all stages."""
+    """The search with one degree for all stages; empty if none fits or, under goodput, none meets the limit."""
     try:
         return search(problem, degrees=(degree,))
     except PlanError:
@@ -69,6 +70,10 @@ def _why_not(problem: Problem, best: Candidate, degree: int, plans: list[Candida
     if plans:
         ratio = plans[0].value_us / best.value_us
         return f"best plan with only this degree: {ratio:.2f} times the time ({describe(problem, plans[0])})"
+    fastest = _fastest(problem, degree) if problem.objective == "goodput" else None
+    if fastest:
+        found, limit = f"{fastest.per_token_us / 1e3:.2f} ms a token at best", f"{problem.limit_us / 1e3:g}"
+        return f"misses the limit: {found}, of {limit} ({describe(problem, fastest)}, {fastest.batch} at once)"
     count = sum(kind.devices // degree * kind.count for kind in problem.machine.kinds)
     blocks = -(-problem.llm.blocks // max(1, min(count, problem.llm.blocks)))
     kind = max(problem.machine.kinds, key=lambda each: each.device.memory_bytes.effective)
@@ -77,6 +82,12 @@ def _why_not(problem: Problem, best: Candidate, degree: int, plans: list[Candida
         f"does not fit: {count} stages at most, so {blocks} blocks or more in one, {parts.total / 1e9:.1f} GB a rank "
         f"(weights {parts.weights / 1e9:.1f}, KV {parts.kv / 1e9:.1f}) of {parts.limit / 1e9:.1f}"
     )
+
+
+def _fastest(problem: Problem, degree: int) -> Candidate | None:
+    """The plan with only this degree that answers soonest, whatever the limit; None if none fits."""
+    front = pareto_front(replace(problem, objective="throughput", limit_us=math.inf, degrees=(degree,)))
+    return front[0] if front else None
 
 
 def describe(problem: Problem, plan: Candidate) -> str:

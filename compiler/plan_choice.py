@@ -33,14 +33,22 @@ class Rung:
         return self.batch * self.entry.committed_tokens / self.period_us * 1e6
 
 
-def ladder(problem: Problem, place: SsmPlace, cuts: Sequence[Cut]) -> list[Rung]:
-    """For every batch size the draft plan, perhaps off, and micro-batches of least time per token."""
-    entries = (OFF, *(problem.drafting if place.name != "none" else ()))
+def ladder(
+    problem: Problem,
+    place: SsmPlace,
+    cuts: Sequence[Cut],
+    *,
+    draft: str | None = None,
+    micro_batches: int | None = None,
+) -> list[Rung]:
+    """For every batch size the draft plan, perhaps off, and micro-batches of least time per token, if not given."""
+    offered = (OFF, *(problem.drafting if place.name != "none" else ()))
+    entries = [entry for entry in offered if draft in (None, entry.draft)]
     rungs = []
     for batch in problem.batches:
         tried = []
         for entry in entries:
-            for count in micro_batch_counts(batch):
+            for count in (min(micro_batches, batch),) if micro_batches else micro_batch_counts(batch):
                 cost = round_cost(Prices(problem, place, entry, -(-batch // count)), cuts)
                 tried.append(Rung(batch, entry, count, cost.period_us(count)))
         rungs.append(min(tried, key=lambda rung: rung.per_token_us))
@@ -105,10 +113,18 @@ def ssm_devices(problem: Problem, place: SsmPlace, stages: Sequence[tuple[int, .
 
 
 def make_plan(
-    problem: Problem, found: Candidate, certificate: Certificate | None = None, origin: str = "search"
+    problem: Problem,
+    found: Candidate,
+    certificate: Certificate | None = None,
+    origin: str = "search",
+    layout: Layout | None = None,
+    rungs: Sequence[Rung] = (),
 ) -> Plan:
-    """The plan of a candidate. Ranks are numbered by stage, then come those that only draft."""
-    layout = place_devices(problem, found.place, found.cuts)
+    """The plan of a candidate, on devices and with a ladder of our own if none are given.
+
+    Ranks are numbered by stage, then come those that only draft.
+    """
+    layout = layout or place_devices(problem, found.place, found.cuts)
     devices = [device for stage in layout.stages for device in stage]
     devices += [device for ssm in layout.ssms for device in ssm if device not in devices]
     devices = list(dict.fromkeys(devices))
@@ -117,13 +133,7 @@ def make_plan(
     for cut, held in zip(found.cuts, layout.stages, strict=True):
         stages.append(Stage(first, first + cut.blocks, tuple(rank[device] for device in held)))
         first += cut.blocks
-    rungs = ladder(problem, found.place, found.cuts)
-    figures = {
-        "period_us": found.period_us,
-        "committed_tokens": found.entry.committed_tokens,
-        "per_token_us": found.per_token_us,
-        "tokens_per_s": found.tokens_per_s,
-    }
+    rungs = rungs or ladder(problem, found.place, found.cuts)
     return Plan(
         stages=tuple(stages),
         ssm_ranks=tuple(tuple(rank[device] for device in ssm) for ssm in layout.ssms),
@@ -133,9 +143,20 @@ def make_plan(
         micro_batches=tuple(rung.micro_batches for rung in rungs),
         ssm_place=found.place.name,
         machine=problem.machine.name,
-        predicted=tuple(sorted(figures.items())),
+        predicted=predicted_figures(found),
         certificate=tuple(sorted(certificate.to_json().items())) if certificate else (),
     )
+
+
+def predicted_figures(found: Candidate) -> tuple[tuple[str, float], ...]:
+    """What a plan file says of its price."""
+    figures = {
+        "period_us": found.period_us,
+        "committed_tokens": found.entry.committed_tokens,
+        "per_token_us": found.per_token_us,
+        "tokens_per_s": found.tokens_per_s,
+    }
+    return tuple(sorted(figures.items()))
 
 
 def best_choice(

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from flexspec.compiler.acceptance_profile import OFF
-from flexspec.compiler.plan_choice import Layout, best_choice, plan_bytes, ssm_devices
-from flexspec.compiler.plan_file import FIX, HandPlan, wrong
+from flexspec.compiler.plan import Plan
+from flexspec.compiler.plan_choice import (
+    Layout,
+    best_choice,
+    ladder,
+    make_plan,
+    plan_bytes,
+    predicted_figures,
+    ssm_devices,
+)
+from flexspec.compiler.plan_file import FIX, HandPlan, read_plan, wrong
 from flexspec.compiler.problem import Problem, SsmPlace
 from flexspec.compiler.rounds import Cut
 from flexspec.compiler.search import Candidate
@@ -39,6 +51,18 @@ def score_plan(problem: Problem, plan: HandPlan) -> Candidate:
         expected = f"at most {problem.limit_us:g} us a token"
         raise PlanError(f"{plan.source}: a plan that misses the limit", expected, "loosen --limit-ms")
     return found
+
+
+def priced_plan(problem: Problem, path: Path, plan: HandPlan, found: Candidate) -> Plan:
+    """The plan of file ``path`` with its price, to be written: on its own devices, with what it says of drafting.
+
+    A JSON plan keeps its ladder; that of a TOML plan is made, as far as it names no draft plan or micro-batches.
+    """
+    if path.suffix == ".json":
+        kept = read_plan(path, len(problem.ssms), found.entry.draft)
+        return replace(kept, machine=problem.machine.name, predicted=predicted_figures(found), certificate=())
+    rungs = ladder(problem, found.place, found.cuts, draft=plan.draft, micro_batches=plan.micro_batches)
+    return make_plan(problem, found, None, "hand", hand_layout(problem, plan, found.place), rungs)
 
 
 def hand_layout(problem: Problem, plan: HandPlan, place: SsmPlace) -> Layout:

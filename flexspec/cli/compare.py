@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 def compare(args: argparse.Namespace, problem: Problem) -> int:
     """Plans of ``args.compare``, or a list of our own where it names none."""
+    from flexspec.cli.plan_options import TURNS
     from flexspec.cli.progress import progress_bars
     from flexspec.compiler.compare_page import compare_json, compare_page
     from flexspec.errors import PlanError
@@ -21,14 +22,12 @@ def compare(args: argparse.Namespace, problem: Problem) -> int:
     from flexspec.runtime.compare_trials import check_trials, trials_of_files, trials_of_machine
     from flexspec.types import DType
 
-    others = [name for name in ("prove", "pareto", "score", "svg", "output") if getattr(args, name)]
-    if others:
-        raise PlanError(f"--compare with --{others[0]}", "one of them", f"leave out --{others[0]}")
-    if not 1 <= args.turns <= 1000:
-        raise PlanError(f"--turns {args.turns}", "1 to 1000", "choose a number in that range")
+    turns = TURNS if args.turns is None else args.turns
+    if not 1 <= turns <= 1000:
+        raise PlanError(f"--turns {turns}", "1 to 1000", "choose a number in that range")
     trials = trials_of_files(problem, args.compare) if args.compare else trials_of_machine(problem)
     check_trials(problem, trials, (args.model, *args.ssm))
-    effort = Effort(turns=args.turns)
+    effort = Effort(turns=turns)
     models = Models(args.model, tuple(args.ssm), DType(args.dtype))
     with progress_bars() as progress:
         outcomes = run_trials(problem, models, trials, effort, progress)

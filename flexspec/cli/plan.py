@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flexspec.compiler.acceptance_profile import AcceptanceProfile
+    from flexspec.compiler.plan import Plan
     from flexspec.compiler.plan_choice import Layout
     from flexspec.compiler.problem import Problem
     from flexspec.compiler.search import Candidate
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PLAN",
         help="run these plans (TOML or JSON; none: a list of our own) on this machine and print predicted and measured",
     )
-    parser.add_argument("--turns", type=int, default=5, help="how often --compare runs each plan (default 5)")
+    parser.add_argument("--turns", type=int, help="how often --compare runs each plan (default 5)")
     parser.add_argument("--svg", type=Path, help="draw the plan into this file")
     parser.add_argument("-o", "--output", type=Path, help="write the plan as JSON into this file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the page")
@@ -63,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.machine == "list":
         return _list_machines()
+    from flexspec.cli.plan_options import check_options
+
+    check_options(args)
     problem, acceptance = _problem(args)
     if args.compare is not None:
         from flexspec.cli.compare import compare
@@ -87,12 +91,12 @@ def run(args: argparse.Namespace) -> int:
     why = explain(problem, found, acceptance.llm if acceptance else "")
     if args.json:
         body = {**plan_json(problem, found[0], why, acceptance), "plan": plan.to_json()}
+        body["certificate"] = certificate.to_json() if certificate else None
         print(json.dumps(body, indent=1))
     else:
         sys.stdout.write(plan_page(problem, why, acceptance, certificate))
     _draw(args, problem, found[0], place_devices(problem, found[0].place, found[0].cuts))
-    if args.output:
-        _write(args.output, json.dumps(plan.to_json(), indent=1, sort_keys=True) + "\n")
+    _save(args, plan)
     return 0
 
 
@@ -114,8 +118,6 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, AcceptanceProfile | Non
 
     if args.model is None:
         raise PlanError("no model", "a config.json, a Hugging Face folder or a .gguf file", "name one")
-    if args.objective == "goodput" and not (args.limit_ms and args.limit_ms > 0):
-        raise PlanError("goodput without a limit", "--limit-ms above 0", "pass --limit-ms 50, for example")
     machine, dtype = open_machine(args.machine), DType(args.dtype)
     degrees = _degrees(args.degrees, max(kind.devices for kind in machine.kinds))
     llm = open_profile(args.model, dtype, degrees)
@@ -171,24 +173,26 @@ def _pareto(problem: Problem, as_json: bool) -> int:
 def _score(args: argparse.Namespace, problem: Problem, acceptance: AcceptanceProfile | None) -> int:
     from flexspec.compiler.plan_file import read_hand_plan
     from flexspec.compiler.plan_page import plan_json, score_page
-    from flexspec.compiler.score_plan import hand_layout, score_plan
+    from flexspec.compiler.score_plan import hand_layout, priced_plan, score_plan
     from flexspec.compiler.search import search
     from flexspec.errors import PlanError
 
     hand = read_hand_plan(args.score, problem.requests)
     plan = score_plan(problem, hand)
     layout = hand_layout(problem, hand, plan.place)
+    priced = priced_plan(problem, args.score, hand, plan)
     try:
         best = search(problem)[0]
     except PlanError:  # the plan lies outside the space (its degree was not among those to try)
         best = None
     if args.json:
         body = {**plan_json(problem, plan, None, acceptance), "period_us": plan.period_us}
-        body |= {"per_token_us": plan.per_token_us, "tokens_per_s": plan.tokens_per_s}
+        body |= {"per_token_us": plan.per_token_us, "tokens_per_s": plan.tokens_per_s, "plan": priced.to_json()}
         print(json.dumps(body, indent=1))
     else:
         sys.stdout.write(score_page(problem, plan, layout, best))
     _draw(args, problem, plan, layout)
+    _save(args, priced)
     return 0
 
 
@@ -196,13 +200,19 @@ def _draw(args: argparse.Namespace, problem: Problem, plan: Candidate, layout: L
     if args.svg:
         from flexspec.compiler.draw_plan import plan_svg
 
-        _write(args.svg, plan_svg(problem, plan, layout))
+        _write(args.svg, plan_svg(problem, plan, layout), "picture")
 
 
-def _write(path: Path, text: str) -> None:
+def _save(args: argparse.Namespace, plan: Plan) -> None:
+    if args.output:
+        _write(args.output, json.dumps(plan.to_json(), indent=1, sort_keys=True) + "\n", "plan")
+
+
+def _write(path: Path, text: str, what: str) -> None:
     from flexspec.errors import PlanError
 
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise PlanError(f"{path} cannot be written ({error})", "a path to a file", "choose another path") from None
+    print(f"{what} written to {path}", file=sys.stderr)

@@ -54,7 +54,11 @@ def test_json_holds_the_plan_and_its_proof(capsys: pytest.CaptureFixture[str], t
     plan = plan_from_json(body["plan"])
     assert code == 0 and plan_from_json(json.loads(path.read_text())) == plan
     assert [stage.degree for stage in plan.stages] == [4, 4] and plan.devices[:8] == tuple(range(8))
-    assert dict(plan.certificate)["proven"] is True and plan.ladder[0][0] == 1
+    assert (
+        dict(plan.certificate)["proven"] is True
+        and body["certificate"] == dict(plan.certificate)
+        and plan.ladder[0][0] == 1
+    )
     assert sum(body["round_us"].values()) == pytest.approx(dict(plan.predicted)["period_us"])
     assert body["free_bytes"] == min(row["device has"] - row["total"] for row in body["memory_bytes"]) > 0
     assert [(rung["batch"], rung["draft"]) for rung in body["ladder"]] == list(plan.ladder)
@@ -216,9 +220,56 @@ def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: 
     assert code == 2 and out == "" and message in err and err.count("\n") == 1
 
 
-def test_a_path_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, _, err = run(capsys, "--svg", str(tmp_path / "no" / "such" / "folder.svg"))
-    assert code == 2 and "cannot be written" in err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pareto", "-o", "x.json"], "--pareto with --output"),
+        (["--pareto", "--svg", "x.svg"], "--pareto with --svg"),
+        (["--pareto", "--prove"], "--pareto with --prove"),
+        (["--score", "x.toml", "--prove"], "--score with --prove"),
+        (["--score", "x.toml", "--pareto"], "--pareto with --score"),
+        (["--compare", "--prove"], "--compare with --prove"),
+        (["--limit-ms", "25"], "--limit-ms with --objective latency; expected --objective goodput"),
+        (["--turns", "3"], "--turns without --compare"),
+        (["-o", "no/such/plan.json"], "--output no/such/plan.json: the folder no/such does not exist"),
+        (["--svg", "no/plan.svg"], "--svg no/plan.svg: the folder no does not exist"),
+        (["-o", "."], "--output ., which is a folder"),
+    ],
+)
+def test_options_are_honoured_or_refused_before_the_search(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr("flexspec.compiler.search.search")
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and out == "" and message in err and "Fix:" in err and not list(tmp_path.iterdir())
+
+
+def test_a_priced_plan_is_written_on_its_own_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, written = tmp_path / "hand.toml", tmp_path / "priced.json"
+    swapped = HAND.replace("[0, 1, 2, 3]", "[9]").replace("[4, 5, 6, 7]", "[3, 1, 0, 2]")
+    path.write_text('draft = "chain:8/sources=ssm"\n' + swapped.replace("[9]", "[4, 5, 6, 7]"))
+    both = ["--requests", "4", "--json"]
+    code, out, err = run(capsys, *both, "--score", str(path), "-o", str(written))
+    priced, plan = json.loads(out), plan_from_json(json.loads(written.read_text()))
+    assert code == 0 and err == f"plan written to {written}\n" and plan_from_json(priced["plan"]) == plan
+    assert plan.devices == (4, 5, 6, 7, 3, 1, 0, 2) and plan.origin == "hand"
+    assert {draft for _, draft in plan.ladder} == {"chain:8/sources=ssm"}
+    again = json.loads(run(capsys, *both, "--score", str(written))[1])
+    assert again["per_token_us"] == pytest.approx(priced["per_token_us"], rel=1e-9)
+    assert plan_from_json(again["plan"]) == plan  # a plan in JSON keeps its ladder
+
+
+def test_a_degree_that_misses_the_limit_is_not_said_to_be_too_large(capsys: pytest.CaptureFixture[str]) -> None:
+    goodput = ["--requests", "8", "--machine", "l40sx4", "--objective", "goodput", "--limit-ms"]
+    code, out, _ = run(capsys, *goodput, "30")
+    reasons = out[out.index("WHY NOT") : out.index("NOTES")]
+    assert code == 0 and "TP 2: misses the limit: " in reasons and "of 30 (" in reasons
+    assert "does not fit" not in reasons
 
 
 def test_models_without_a_shipped_profile_say_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,43 @@
+"""Which options of ``flexspec plan`` go together: what would be ignored is refused, before anything is searched."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from flexspec.errors import PlanError
+
+TURNS = 5  # of --compare
+_APART = (  # what the first does has no use for the others
+    ("compare", ("prove", "pareto", "score", "svg", "output")),
+    ("pareto", ("score", "prove", "svg", "output")),
+    ("score", ("prove",)),
+)
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raises PlanError for options that contradict each other, and for files that cannot be written."""
+    for name, others in _APART:
+        given = getattr(args, name) is not None if name == "compare" else getattr(args, name)
+        clash = next((other for other in others if getattr(args, other)), "") if given else ""
+        if clash:
+            raise PlanError(f"--{name} with --{clash}", "one of them", f"leave out --{clash}")
+    if args.limit_ms is not None and args.objective != "goodput":
+        found = f"--limit-ms with --objective {args.objective}"
+        raise PlanError(found, "--objective goodput, which has a limit", "pass it, or leave out --limit-ms")
+    if args.objective == "goodput" and not (args.limit_ms and args.limit_ms > 0):
+        raise PlanError("goodput without a limit", "--limit-ms above 0", "pass --limit-ms 50, for example")
+    if args.turns is not None and args.compare is None:
+        raise PlanError("--turns without --compare", "--compare, which runs plans", "pass it, or leave out --turns")
+    for name in ("output", "svg"):
+        _check_target(f"--{name}", getattr(args, name))
+
+
+def _check_target(option: str, path: Path | None) -> None:
+    if path is None:
+        return
+    if path.is_dir():
+        raise PlanError(f"{option} {path}, which is a folder", "a path to a file", "add a file's name")
+    if not path.parent.is_dir():
+        found = f"{option} {path}: the folder {path.parent} does not exist"
+        raise PlanError(found, "a file in a folder that is there", "make the folder, or choose another path")
