@@ -1,8 +1,9 @@
 """The objective: microseconds of a speculation round over the tokens it brings, for any plan.
 
-A round of a micro-batch is: SSM steps, the verify pass through all stages and hops, accepting on the host, the return
-of the accepted ids. With M micro-batches in flight a batch comes round every max(latency, M * bottleneck), where the
-bottleneck is the busiest stage, hop, SSM device or host. M = 1 is the plain latency.
+A round of a micro-batch is: SSM steps (wishes sent to other ranks and trees sent back, where SSMs live there), the
+verify pass through all stages and hops, the return of its results to rank 0, accepting there. With M micro-batches in
+flight a batch comes round every max(latency, M * bottleneck), where the bottleneck is the busiest stage, hop, SSM
+device or host. M = 1 is the plain latency.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class Prices:
         self.host_us = machine.round_us.effective + requests * machine.request_us.effective
         far = machine.network or machine.kinds[0].link
         self.ids_us = far.transfer_us(self.rows * _ID_BYTES) if machine.devices > 1 else 0.0
-        self.returned_us = self.ids_us + self._features_us(far)
         name = place.name
+        self.returned_us = self._results_us(far)
+        self.returned_us += self._asking_us(far) if name == "last" else 0.0
         self.each_us = 0.0  # what every stage does beside its blocks, in a full pipeline
         self.own_us = 0.0  # drafting before the first stage
         if name == "own":
@@ -73,8 +75,8 @@ class Prices:
             share = -(-requests // machine.devices)
             self.own_us = max(self.draft_us(kind, share, together=True) for kind in machine.kinds)
             self.each_us = self.own_us
-        moved_us = self.ids_us if name in ("own", "all") and entry.levels else 0.0
-        self.fixed_us = self.own_us + moved_us + self.host_us
+        asking_us = self._asking_us(far) if name in ("own", "all") else 0.0
+        self.fixed_us = self.own_us + asking_us + self.host_us
         self.fixed_bottleneck_us = max(self.own_us, self.host_us)
 
     def unit_us(self, kind: int, degree: int, unit: str) -> float:
@@ -93,7 +95,7 @@ class Prices:
         return len(self.entry.ssm_rows) * each
 
     def stage_us(self, kind: int, degree: int, blocks: int, *, first: bool, last: bool) -> float:
-        """Time of a stage in a round, with the return of results from a last stage that is not the first."""
+        """Time of a stage in a round; of a last stage that is not the first, with its messages from and to rank 0."""
         return blocks * self.unit_us(kind, degree, "block") + self.ends_us(kind, degree, first=first, last=last)
 
     def ends_us(self, kind: int, degree: int, *, first: bool, last: bool) -> float:
@@ -109,13 +111,22 @@ class Prices:
             total += self.draft_us(node, self.requests, together=True)
         return total
 
-    def _features_us(self, far: Link) -> float:
-        """What SSMs read of the LLM's states, to where they live; the last stage has it."""
-        columns = max((ssm.reads_features for ssm in self.problem.ssms), default=0)
-        if not columns or not self.entry.levels or self.place.name == "last" or self.problem.machine.devices == 1:
+    def _asking_us(self, far: Link) -> float:
+        """Drafting on another rank than 0: a message with wishes and what was committed, and one back with trees."""
+        if not self.entry.levels or self.problem.machine.devices == 1:
             return 0.0
+        committed = self._feature_bytes(far, self.requests * self.entry.committed_tokens)
+        return self.ids_us + far.transfer_us(self.rows * _ID_BYTES + committed)
+
+    def _results_us(self, far: Link) -> float:
+        """Chosen ids to rank 0, and what SSMs read of the LLM's states: wherever they live, it goes by rank 0."""
+        features = self._feature_bytes(far, self.rows)
+        return self.ids_us + (far.transfer_us(features) if features and self.problem.machine.devices > 1 else 0.0)
+
+    def _feature_bytes(self, far: Link, rows: float) -> float:
+        columns = max((ssm.reads_features for ssm in self.problem.ssms), default=0) if self.entry.levels else 0
         dtype = self.problem.llm.dtype
-        return far.transfer_us(far.sent_bytes(self.rows * columns * dtype.size_bytes, dtype))
+        return far.sent_bytes(rows * columns * dtype.size_bytes, dtype)
 
     @property
     def telling_us(self) -> float:

@@ -21,6 +21,7 @@ PAPER = [
     "plan", str(CONFIGS / "llama-65b.json"), "--ssm", str(CONFIGS / "llama-68m.json"), "--machine", "a10x4x2",
     "--context", "512",
 ]  # fmt: skip
+SLOW = "alpha_us = { value = 30000.0, correction = 1.0"
 HAND = """
 ssm = "first"
 [[stages]]
@@ -45,6 +46,20 @@ def test_page_is_frozen(capsys: pytest.CaptureFixture[str]) -> None:
     if os.environ.get("FLEXSPEC_UPDATE_GOLDEN"):
         GOLDEN.write_text(out)
     assert out == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize("place", ["own", "all"])
+def test_drafting_elsewhere_costs_a_message_each_way(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, place: str
+) -> None:
+    slow, hand = tmp_path / "slow.toml", tmp_path / "hand.toml"
+    text = (MACHINES / "a10x4.toml").read_text()
+    slow.write_text(re.sub(r"alpha_us = \{ value = [0-9.]+, correction = [0-9.]+", SLOW, text))
+    devices = "ssm_devices = [1]" if place == "own" else ""
+    hand.write_text(f'ssm = "{place}"\n{devices}\n[[stages]]\nblocks = 32\ndevices = [0]\n')
+    model = [str(CONFIGS / "llama-7b.json"), "--ssm", str(CONFIGS / "llama-68m.json"), "--machine", str(slow)]
+    assert cli.main(["plan", *model, "--score", str(hand)]) == 0
+    assert "ids out and back          60.00 ms" in capsys.readouterr().out
 
 
 def test_json_holds_the_plan_and_its_proof(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -186,7 +201,8 @@ def test_one_stage_is_the_first_and_the_last(capsys: pytest.CaptureFixture[str])
     """What is one plan under two names is not its own runner-up."""
     code, out, _ = run(capsys, "--machine", "h100x8", "--requests", "2")
     runners = out[out.index("RUNNERS-UP") : out.index("WHY NOT")]
-    assert code == 0 and "\n   1.000 times" not in runners
+    assert code == 0 and "SSM data parallel over all devices; draft plan" in out
+    assert "TP 8 (80 blocks), SSM on the last" not in runners
     assert runners.count("times the time: TP 8 (80 blocks), SSM with stage 0") == 1
 
 

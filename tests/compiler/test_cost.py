@@ -26,7 +26,7 @@ from flexspec.compiler.pipeline import LLM_PASSES, lower_ranks, run_passes
 from flexspec.compiler.plan import Stage
 from flexspec.compiler.plan_models import check_same_vocabulary, open_profile
 from flexspec.compiler.problem import Problem, SsmPlace
-from flexspec.compiler.profile import step_sizes
+from flexspec.compiler.profile import ModelProfile, step_sizes
 from flexspec.compiler.rounds import Cut, Prices, round_cost
 from flexspec.errors import ModelConfigError, PlanError
 from flexspec.models.registry import build_model
@@ -248,3 +248,36 @@ def test_states_that_an_ssm_reads_travel_with_the_rows() -> None:
                      for name in ("none", "first")])  # fmt: skip
     (off, without), (none, tapped) = hops
     assert off == without == none and tapped == pytest.approx((1 + 3 / 4 + 1 / 4) * without)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "messages"),
+    [("none", 1, 0), ("none", 2, 1), ("first", 1, 0), ("first", 2, 1), ("last", 1, 0), ("last", 2, 3), ("own", 1, 2),
+     ("own", 2, 3), ("all", 1, 2), ("all", 2, 3)],
+)  # fmt: skip
+@pytest.mark.parametrize("reads", [0, 16])
+def test_messages_of_a_round(
+    monkeypatch: pytest.MonkeyPatch, name: str, stages: int, messages: int, reads: int
+) -> None:
+    """Results come back from another last stage; wishes go out and trees come back where another rank drafts.
+
+    What an SSM reads of the LLM's states comes behind the results, and goes on with the wishes.
+    """
+    monkeypatch.setattr(ModelProfile, "reads_features", property(lambda _: reads))
+    llm, cuts = with_layers(tiny_profile("mha"), 4), [Cut(0, 1, 4 // stages, False)] * stages
+    found = []
+    for alpha_us in (0.0, 1000.0):
+        machine = replace(make_machine(NodeKind(make_device(), 3, make_link(alpha_us=alpha_us), 1)), network=None)
+        problem = Problem(machine, llm, (tiny_profile("ssm", ssm=True),), ENTRIES, 4, 64)
+        found.append(round_cost(Prices(problem, SsmPlace(name), OFF if name == "none" else ENTRIES[0], 3), cuts))
+    returned = 1 + (reads > 0 and name != "none") if stages > 1 else 0
+    messages += returned - (stages > 1)
+    assert found[1].latency_us - found[0].latency_us == pytest.approx(1000 * (stages - 1 + messages))  # hops too
+    assert found[1].return_us - found[0].return_us == pytest.approx(1000 * (messages if name == "last" else returned))
+    if reads and name == "own":
+        monkeypatch.setattr(ModelProfile, "reads_features", property(lambda _: 0))
+        without = round_cost(Prices(problem, SsmPlace(name), ENTRIES[0], 3), cuts)
+        rows = 3 * 1.9 + (ENTRIES[0].rows(3) if stages > 1 else 0)  # chain:3 commits 1.9 tokens
+        assert found[1].latency_us - without.latency_us == pytest.approx(
+            rows * reads * 2 * 1e6 / 1e9 + 1000 * (stages - 1)
+        )
