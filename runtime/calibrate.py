@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from flexspec.compiler.artifact import open_artifact
 from flexspec.compiler.fit_machine import StepFit, fit_device, fit_link, fit_operator, graph_calls
-from flexspec.compiler.machine import Constant, Device, Machine, open_machine
+from flexspec.compiler.machine import DEVICE_KEYS, Constant, Device, Link, Machine, Peaks, open_machine
+from flexspec.errors import MachineError
 from flexspec.graph import Graph
 from flexspec.runtime.cpu_executor import CpuExecutor
+from flexspec.runtime.host_memory import HostMemory, host_memory
 from flexspec.runtime.host_probe import HostTimes, probe_host
 from flexspec.runtime.link_probe import probe_links
 from flexspec.runtime.open_engine import open_engine
@@ -30,6 +32,7 @@ from flexspec.text import parse_graph
 from flexspec.types import PAGE_TOKENS, DType, Role
 
 TEMPLATE = "cpu2"  # the shipped file whose datasheet values are kept
+_FOR_RANKS = 0.8  # of the memory; the rest is the system's: an estimate
 _ROWS = (1, 2, 4, 8, 16, 32, 48, 64)
 _REPEATS = 9
 MAX_BUSY = 8  # each busy rank holds the weights once
@@ -39,21 +42,30 @@ _ATTENTION, _NODE_CONTEXT, _NODE_ROWS = "attention", 512, (1, 2, 4, 8, 16, 32, 6
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The machine as fitted, and how well the fit describes the measured steps."""
+    """The machine as fitted, and how well the fit describes the measured steps.
+
+    ``tables_origin``: where the measured tables of its link come from.
+    """
 
     machine: Machine
     steps: StepFit
+    tables_origin: str
 
 
 def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> Calibration:
-    """Fit the shipped CPU machine to this one, of ``ranks`` devices (a core each). Raises what open_engine raises."""
+    """Fit the shipped CPU machine to this one, of ``ranks`` devices (a core each).
+
+    Raises what open_engine raises, and MachineError where a rank's share of the memory is less than its reserve.
+    """
     template = open_machine(TEMPLATE)
     kind = template.kinds[0]
     graph = parse_graph(open_artifact(path).read_bytes("graph/llm.fsg").decode("utf-8", "replace"))
     dtype = next(value.type.dtype for value in graph.inputs if value.type.role is Role.WEIGHT)
     busy = min(ranks, os.cpu_count() or 1, MAX_BUSY)
     today = datetime.date.today().isoformat()
+    memory = memory_share(kind.device.memory_bytes, kind.device.reserve_bytes, ranks, host_memory(), today)
     origin = f"fit {today} by flexspec calibrate on {path.name}, {dtype.value}, one thread each of {busy} busy ranks"
+    fitted_peak = f"correction: {origin}; value: {TEMPLATE}'s peak, kept"
     with ExitStack() as opened:
         served = [open_engine(path, ServeOptions(draft="off", threads=1, measure=False)) for _ in range(busy)]
         for each in served:
@@ -63,18 +75,61 @@ def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> Calibration:
         context = min(_NODE_CONTEXT, executors[0].max_positions - max(_NODE_ROWS))
         nodes = time_nodes(executors, graph, context)
     launch = Constant(float(f"{shortest_us(nodes[1]):.4g}"), 1.0, f"the shortest operator of a row; {origin}")
-    start = replace(kind.device, launch_us=launch, processor="cpu")
-    steps = fit_device(start, dtype, graph_calls(graph), times, _CONTEXT_TOKENS, origin)
-    device = fit_attention(steps.device, dtype, graph, nodes, context, origin)
-    link = kind.link
+    start = replace(kept_device(kind.device), memory_bytes=memory, launch_us=launch, processor="cpu")
+    steps = fit_device(start, dtype, graph_calls(graph), times, _CONTEXT_TOKENS, fitted_peak)
+    device = fit_attention(steps.device, dtype, graph, nodes, context, fitted_peak)
+    link, tables_origin = kept_link(kind.link), f"kept from {TEMPLATE}, not measured here"
     if links and ranks > 1:
         transfers, reduces = probe_links(ranks)
         source = f"measured {today} by flexspec calibrate, gloo, {ranks} processes"
-        link = fit_link(link.name, transfers, reduces, ranks, source)
+        link, tables_origin = fit_link(link.name, transfers, reduces, ranks, source), source
     fitted = type(kind)(device, ranks, link, 1)
     about = f"This machine, {ranks} of {os.cpu_count()} cores, one rank a core; calibrated."
     host = _host(template, probe_host(path), f"measured {today} by flexspec calibrate on {path.name}")
-    return Calibration(replace(host, name=name, about=about, kinds=(fitted,), network=None), steps)
+    return Calibration(replace(host, name=name, about=about, kinds=(fitted,), network=None), steps, tables_origin)
+
+
+def memory_share(shipped: Constant, reserve: Constant, ranks: int, host: HostMemory | None, today: str) -> Constant:
+    """Bytes of one of ``ranks`` equal shares of this host's memory; the shipped ones where the kernel says nothing.
+
+    Raises MachineError for less than the reserve: planner and reader of the file would refuse it.
+    """
+    if host is None:
+        return kept(shipped)
+    origin = (
+        f"value: memory of this host or its container, read {today} by flexspec calibrate; correction: "
+        f"{_FOR_RANKS:g} of it over {ranks} rank{'s' if ranks > 1 else ''}, the rest for the system (estimate)"
+    )
+    share = Constant(float(host.total_bytes), float(f"{_FOR_RANKS / ranks:.4g}"), origin)
+    if share.effective <= reserve.effective:
+        raise MachineError(
+            f"{share.effective / 1e9:.2f} GB of memory for each of {ranks} ranks",
+            f"more than the {reserve.effective / 1e9:.2f} GB that a rank needs beside its weights",
+            "choose fewer --ranks",
+        )
+    return share
+
+
+def kept(constant: Constant) -> Constant:
+    """A constant of the shipped file, which says so."""
+    return replace(constant, origin=f"kept from {TEMPLATE}, not measured here: {constant.origin}")
+
+
+def kept_device(device: Device) -> Device:
+    """The shipped device, each constant saying so."""
+    constants = {key: kept(getattr(device, key)) for key in DEVICE_KEYS}
+    operators = {
+        name: Peaks(kept(peaks.bandwidth_bytes_per_s), kept(peaks.flops_per_s))
+        for name, peaks in device.operators.items()
+    }
+    return replace(device, operators=operators, **constants)  # type: ignore[arg-type]
+
+
+def kept_link(link: Link) -> Link:
+    """The shipped link, likewise."""
+    alpha_us, bandwidth = kept(link.alpha_us), kept(link.bandwidth_bytes_per_s)
+    width = kept(link.element_bytes) if link.element_bytes else None
+    return replace(link, alpha_us=alpha_us, bandwidth_bytes_per_s=bandwidth, element_bytes=width)
 
 
 def _host(template: Machine, found: HostTimes, origin: str) -> Machine:
@@ -89,7 +144,7 @@ def _host(template: Machine, found: HostTimes, origin: str) -> Machine:
         round_us=constant(found.round_us),
         request_us=constant(found.request_us),
         step_us=constant(found.step_us),
-        step_request_us=step_request if found.step_request_us is None else constant(found.step_request_us),
+        step_request_us=kept(step_request) if found.step_request_us is None else constant(found.step_request_us),
     )
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 EPILOG = """\
 Steps of the artifact's LLM are timed on one core, the others being busy with the same, and links between processes by
-gloo (PyTorch). What cannot be measured is kept from the shipped file cpu2.
+gloo (PyTorch); memory is what the kernel says, in equal shares. What cannot be measured is kept from the shipped file
+cpu2, and its origin says so.
 
 example:
   flexspec calibrate build/smollm2.fspec -o build/machine.toml
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         raise MachineError(f"--ranks {args.ranks}", "1 to 256", "choose a number of cores")
     done = calibrate(args.artifact, args.output.stem, ranks=args.ranks, links=not args.no_links)
     try:
-        args.output.write_text(machine_toml(done.machine, "measured by flexspec calibrate"), encoding="utf-8")
+        args.output.write_text(machine_toml(done.machine, done.tables_origin), encoding="utf-8")
     except OSError as error:
         raise MachineError(f"{args.output} cannot be written ({error})", "a path to a file", "choose another") from None
     print("rows  predicted ms  measured ms  ratio")
