@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from flexspec.compiler.problem import Problem
 from flexspec.compiler.prove import Certificate
 from flexspec.compiler.rounds import Prices, RoundCost, round_cost
 from flexspec.compiler.search import Candidate
+from flexspec.compiler.stage_split import stage_splits
 
 BAR = 40
 _MARKS = (("weights", "#"), ("kv", "k"), ("ssm", "s"), ("activations", "a"), ("tree_scratch", "t"), ("buffers", "b"))
@@ -28,10 +30,10 @@ def plan_page(
     layout = place_devices(problem, best.place, best.cuts)
     parts = [
         _head(problem),
-        _section(PLAN_TITLE, _stage_lines(problem, best, layout)),
+        _section(PLAN_TITLE, [*_stage_lines(problem, best, layout), *_limit_lines(problem, why)]),
         _section(_round_title(best), _timeline(problem, best)),
         _section(f"MEMORY of a device ({_LEGEND})", _memory(problem, best, layout)),
-        _section("LADDER: what runs at each batch size", _ladder(why)),
+        _section("LADDER: what runs at each batch size", _ladder(problem, why)),
         _section("RUNNERS-UP", _runners(problem, why)),
         _section("WHY NOT", [f"TP {degree}: {reason}" for degree, reason in why.why_not] or ["every degree is used"]),
         _section("NOTES", list(why.notes)),
@@ -66,7 +68,8 @@ def _head(problem: Problem) -> str:
         "throughput": "most tokens per second",
         "goodput": f"most tokens per second at no more than {problem.limit_us / 1e3:g} ms a token",
     }[problem.objective]
-    machine, load = problem.machine, f"{problem.requests} requests at once, each"
+    most = "" if problem.objective == "latency" else "up to "  # the others may serve fewer at once
+    machine, load = problem.machine, f"{most}{problem.requests} requests at once, each"
     return (
         f"{problem.llm.name}{ssms} on {machine.name} ({machine.devices} device{'s' if machine.devices > 1 else ''}, "
         f"{machine.nodes} node{'s' if machine.nodes > 1 else ''})\n"
@@ -80,7 +83,7 @@ def cost_of(problem: Problem, plan: Candidate) -> RoundCost:
 
 
 def _stage_lines(problem: Problem, plan: Candidate, layout: Layout) -> list[str]:
-    cost = cost_of(problem, plan)
+    cost, splits = cost_of(problem, plan), stage_splits(problem, plan)
     drafts = {"first": 0, "last": len(plan.cuts) - 1}.get(plan.place.name, -1)
     lines, first = [], 0
     for i, (cut, devices) in enumerate(zip(plan.cuts, layout.stages, strict=True)):
@@ -91,6 +94,7 @@ def _stage_lines(problem: Problem, plan: Candidate, layout: Layout) -> list[str]
         blocks = f"blocks {first}-{first + cut.blocks - 1}"
         time = f"{cost.stages_us[i] / 1e3:8.2f} ms{', drafting included' if i == drafts else ''}"
         lines.append(f"stage {i}: {blocks:14s} TP {cut.degree}  {where:22s} {time}")
+        lines.append(splits[i].line())
         first += cut.blocks
     own = f" {spans([device for ssm in layout.ssms for device in ssm])}" if plan.place.name == "own" else ""
     lines.append(f"{place_words(plan)}{own}; draft plan {plan.entry.draft}")
@@ -112,6 +116,22 @@ def _rate_lines(plan: Candidate, cost: RoundCost) -> list[str]:
     each = "" if plan.batch == 1 else " of each request"
     tokens = f"a round commits {plan.entry.committed_tokens:g} tokens{each}: {plan.per_token_us / 1e3:.2f} ms a token"
     return [*lines, f"{tokens}, {plan.tokens_per_s:.1f} tokens/s{' in all' if plan.batch > 1 else ''}"]
+
+
+def _limit_lines(problem: Problem, why: Explanation) -> list[str]:
+    """How many requests may run at once if the limit is to hold."""
+    most = most_within(problem, why)
+    late = next((rung for rung in why.rungs if rung.batch > most), None)
+    if late is None:
+        return []
+    found, limit = f"{late.per_token_us / 1e3:.2f} ms a token", f"the limit of {problem.limit_us / 1e3:g}"
+    return [f"{late.batch} at once would take {found} and miss {limit}: serve with --max-requests {most}"]
+
+
+def most_within(problem: Problem, why: Explanation) -> int:
+    """The largest batch of the ladder up to which no rung misses the limit."""
+    meeting = itertools.takewhile(lambda rung: rung.per_token_us <= problem.limit_us, why.rungs)
+    return max([why.best.batch, *(rung.batch for rung in meeting)])
 
 
 def spans(devices: Sequence[int]) -> str:
@@ -189,12 +209,13 @@ def _memory(problem: Problem, plan: Candidate, layout: Layout) -> list[str]:
     return [*lines, f"the fullest stage has room for {min(more):,} more tokens of each request"]
 
 
-def _ladder(why: Explanation) -> list[str]:
+def _ladder(problem: Problem, why: Explanation) -> list[str]:
     lines = [f"{'batch':>5s}  {'micro-batches':>13s}  {'ms a token':>10s}  {'tokens/s':>9s}  draft plan"]
     for rung in why.rungs:
+        missed = "  (misses the limit)" if rung.per_token_us > problem.limit_us else ""
         lines.append(
             f"{rung.batch:5d}  {rung.micro_batches:13d}  {rung.per_token_us / 1e3:10.2f}  {rung.tokens_per_s:9.1f}  "
-            f"{rung.entry.draft}"
+            f"{rung.entry.draft}{missed}"
         )
     return lines
 
@@ -249,6 +270,7 @@ def plan_json(
         "requests": problem.requests,
         "context_tokens": problem.context_tokens,
         "round_us": dict(timeline(problem, plan)),
+        "stages": [split.to_json() for split in stage_splits(problem, plan)],
         "memory_bytes": [dict(held.table()) for held in plan_bytes(problem, plan.place, plan.cuts)],
         "free_bytes": plan.free_bytes,
         "constants": {
@@ -263,6 +285,8 @@ def plan_json(
         body["notes"] = list(why.notes)
         body["ladder"] = [
             {"batch": rung.batch, "micro_batches": rung.micro_batches, "draft": rung.entry.draft,
-             "ms_per_token": rung.per_token_us / 1e3, "tokens_per_s": rung.tokens_per_s} for rung in why.rungs
+             "ms_per_token": rung.per_token_us / 1e3, "tokens_per_s": rung.tokens_per_s,
+             "within_limit": rung.per_token_us <= problem.limit_us} for rung in why.rungs
         ]  # fmt: skip
+        body["max_requests"] = most_within(problem, why)
     return body

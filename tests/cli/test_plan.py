@@ -288,6 +288,31 @@ def test_a_degree_that_misses_the_limit_is_not_said_to_be_too_large(capsys: pyte
     assert "does not fit" not in reasons
 
 
+def test_what_misses_the_limit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    goodput = ["--requests", "8", "--machine", "l40sx4", "--objective", "goodput", "--limit-ms", "25"]
+    body = json.loads(run(capsys, *goodput, "--json")[1])
+    late = [rung["batch"] for rung in body["ladder"] if rung["ms_per_token"] > 25]
+    most = max(rung["batch"] for rung in body["ladder"] if rung["batch"] not in late)
+    assert late and body["max_requests"] == most == min(late) // 2
+    assert [rung["batch"] for rung in body["ladder"] if not rung["within_limit"]] == late
+    out = run(capsys, *goodput)[1]
+    marked = [int(line.split()[0]) for line in out.splitlines() if line.endswith("(misses the limit)")]
+    assert "up to 8 requests at once" in out and marked == late
+    assert f"{min(late)} at once would take " in out and f"--max-requests {most}\n" in out
+    out = run(capsys, *goodput[:-1], "9999")[1]
+    assert "--max-requests" not in out and "misses the limit" not in out
+
+
+def test_the_parts_of_a_stage_add_up_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--requests", "8", "--machine", "l40sx4"], ["--machine", "h100x64"]):
+        body = json.loads(run(capsys, "--json", *arguments)[1])
+        stages = [us for name, us in body["round_us"].items() if name.startswith("verify")]
+        parts = [{name: us for name, us in stage.items() if name.endswith("_us")} for stage in body["stages"]]
+        verifying = [sum(each.values()) - each["draft_us"] - each["messages_us"] for each in parts]
+        assert verifying == pytest.approx(stages, rel=1e-9)
+        assert all(each["operators_us"] > each["collectives_us"] > 0 for each in parts)
+
+
 def test_models_without_a_shipped_profile_say_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", str(CONFIGS / "opt-30b.json"), "--ssm", str(CONFIGS / "opt-125m.json"), "--machine", "a10x4"]
     assert cli.main(arguments) == 2

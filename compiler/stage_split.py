@@ -1,0 +1,91 @@
+"""Where a stage's time in a round goes: operators, collectives, launching and handing over, drafting, messages.
+
+The parts add up to the stage's time of rounds.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from flexspec.compiler.cost import call_us
+from flexspec.compiler.machine import NodeKind
+from flexspec.compiler.problem import Problem
+from flexspec.compiler.profile import UNITS, Call
+from flexspec.compiler.rounds import Cut, Prices
+from flexspec.compiler.search import Candidate
+
+_COLLECTIVES = ("reduce", "combine")
+
+
+@dataclass(frozen=True, slots=True)
+class StageSplit:
+    """Microseconds of one stage's step of one micro-batch, by what they are spent on.
+
+    ``operators_us``: reading weights and KV, and arithmetic. ``launch_us``: of each operator, and the host's handing
+    the step over to the stage's ranks. ``draft_us``: SSMs that live there. ``messages_us``: from and to rank 0, of a
+    last stage that is not the first.
+    """
+
+    rows: int
+    operators_us: float
+    collectives_us: float
+    launch_us: float
+    draft_us: float
+    messages_us: float
+
+    @property
+    def total_us(self) -> float:
+        return self.operators_us + self.collectives_us + self.launch_us + self.draft_us + self.messages_us
+
+    def line(self) -> str:
+        """For the page, under the stage."""
+        named = [
+            ("weights, KV and arithmetic", self.operators_us),
+            ("collectives", self.collectives_us),
+            ("launch and hand over", self.launch_us),
+            ("drafting", self.draft_us),
+            ("messages", self.messages_us),
+        ]
+        parts = ", ".join(f"{name} {us / 1e3:.2f}" for name, us in named if us >= 5)  # 0.00 ms tells nothing
+        return f"  {self.rows} row{'s' if self.rows > 1 else ''}: {parts} ms"
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def stage_splits(problem: Problem, plan: Candidate) -> list[StageSplit]:
+    """One for each stage of a plan."""
+    prices = Prices(problem, plan.place, plan.entry, plan.micro)
+    final = len(plan.cuts) - 1
+    return [_split(prices, cut, first=i == 0, last=i == final) for i, cut in enumerate(plan.cuts)]
+
+
+def _split(prices: Prices, cut: Cut, *, first: bool, last: bool) -> StageSplit:
+    kind, model = prices.problem.kind(cut.kind), prices.problem.llm
+    operators = collectives = launch = 0.0
+    for unit, count in zip(UNITS, (int(first), cut.blocks, int(last)), strict=True):
+        parts = _unit(prices, kind, model.ranks[cut.degree].calls[unit], cut.degree)
+        operators, collectives, launch = (
+            total + count * each for total, each in zip((operators, collectives, launch), parts, strict=True)
+        )
+    launch += prices.step_us
+    if first:
+        launch += prices.told_us(cut.kind, cut.degree) + (0.0 if last and cut.degree == 1 else prices.telling_us)
+    drafts = (prices.place.name == "first" and first) or (prices.place.name == "last" and last)
+    draft = prices.draft_us(kind, prices.requests, together=True) if drafts else 0.0
+    returned = prices.returned_us if last and not first else 0.0
+    return StageSplit(prices.rows, operators, collectives, launch, draft, returned)
+
+
+def _unit(prices: Prices, kind: NodeKind, calls: Sequence[Call], degree: int) -> tuple[float, float, float]:
+    """(operators, collectives, launches) of a unit, microseconds."""
+    operators = collectives = launch = 0.0
+    for call in calls:
+        us = call_us(kind.device, kind.link, prices.problem.llm.dtype, call, prices.sizes, degree)
+        if call.record.name in _COLLECTIVES:
+            collectives += us
+        elif us:  # views take no time, and are not launched
+            operators += us - kind.device.launch_us.effective
+            launch += kind.device.launch_us.effective
+    return operators, collectives, launch
