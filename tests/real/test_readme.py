@@ -1,4 +1,7 @@
-"""The README's commands, run as they stand there, on the real model."""
+"""The README's commands, run as they stand there, on the real model.
+
+Two minutes: it compiles the model twice, for every instruction set, as a reader would.
+"""
 
 from __future__ import annotations
 
