@@ -96,10 +96,12 @@ def find_acceptance(ssms: Sequence[str]) -> AcceptanceProfile:
 
 def read_acceptance(table: Table, name: str) -> AcceptanceProfile:
     """Check and take over a profile. Raises ProfileError naming what is wrong."""
+    sources = ("llm", "origin", "date", "prompts", "sampling")
+    table.only(("format", "ssms", *sources, "entries"))
     written = table.text("format")
     if written != FORMAT:
         raise table.error("format", f"{written!r}", repr(FORMAT))
-    texts = {key: table.text(key) for key in ("llm", "origin", "date", "prompts", "sampling")}
+    texts = {key: table.text(key) for key in sources}
     entries = tuple(_entry(part) for part in table.array("entries"))
     profile = AcceptanceProfile(name, ssms=table.texts("ssms"), entries=entries, **texts)
     table.done()
@@ -109,6 +111,7 @@ def read_acceptance(table: Table, name: str) -> AcceptanceProfile:
 
 
 def _entry(part: Table) -> DraftEntry:
+    part.only(("draft", "levels", "committed_tokens"), ("ssm_rows", "most_nodes", "rounds"))
     draft, levels = part.text("draft"), part.numbers("levels")
     if draft == "off":
         raise part.error("draft", "'off'", "a draft plan other than off, which is one token a round")

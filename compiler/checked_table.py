@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,13 +139,24 @@ class Table:
             pairs.append((float(item[0]), max(float(item[1]), pairs[-1][1] if pairs else 0.0)))
         return tuple(pairs)
 
+    def only(self, required: Collection[str], optional: Collection[str] = ()) -> None:
+        """Refuse other keys, and name all that are missing: a misspelt key is told before the one it stands for."""
+        self._refuse_unknown((*required, *optional))
+        missing = [key for key in required if key not in self.body]
+        if len(missing) > 1:  # a getter says more of a single one
+            raise self.error("", f"{', '.join(missing)}: missing", f"all of {', '.join(required)}")
+
     def done(self) -> None:
         """Refuse keys that nothing has read: a misspelt key must not be ignored."""
+        self._refuse_unknown(self._read)
+
+    def _refuse_unknown(self, known: Collection[str]) -> None:
         for key in self.body:
-            if key not in self._read:
-                near = difflib.get_close_matches(key, self._read, n=1)
-                hint = f"perhaps {near[0]}" if near else f"only {', '.join(sorted(self._read))}"
-                raise self.error(key, "an unknown key", hint)
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                raise self.error(
+                    key, "an unknown key", f"perhaps {near[0]}" if near else f"only {', '.join(sorted(known))}"
+                )
 
     def _part(self, body: Mapping[str, Any], where: str) -> Table:
         return Table(body, self._source, self._fail, where)
@@ -174,12 +185,15 @@ def read_table(path: Path, what: str, fail: Fail) -> Table:
             raise fail(f"{path} has {path.stat().st_size} bytes", f"{what} of at most 1 MiB")
         text = path.read_text(encoding="utf-8")
         body = json.loads(text, object_pairs_hook=unique_keys) if form == "JSON" else tomllib.loads(text)
+    except FileNotFoundError:
+        lost = fail(f"{path}: does not exist", what)
+        raise type(lost)(lost.found, lost.expected, "check the path") from None
     except (OSError, ValueError, RecursionError) as error:  # decoding errors of all three forms are ValueErrors
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise fail(f"{path}: {reason}", f"{what}, readable as {form}") from None
     if not isinstance(body, dict):
         raise fail(f"{path}: a {type(body).__name__}", f"{what}, a table of keys")
-    return Table(body, path.name, fail)
+    return Table(body, str(path), fail)
 
 
 def _is_number(value: Any) -> bool:

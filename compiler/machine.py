@@ -205,16 +205,19 @@ def _wrong(found: str, expected: str) -> MachineError:
 
 def read_machine(table: Table) -> Machine:
     """Check and take over a machine file. Raises MachineError naming the key and what it may hold."""
+    table.only(("name", "about", "devices", "links", "host", "nodes"), ("network",))
     name, about = table.text("name"), table.text("about")
     devices = {key: _device(key, part) for key, part in table.tables("devices").items()}
     links = {key: _link(key, part) for key, part in table.tables("links").items()}
     host = table.table("host")
+    host.only(HOST_KEYS[:2], HOST_KEYS[2:])
     kinds = tuple(_kind(part, devices, links) for part in table.array("nodes"))
     work = {key: _constant(host, key) for key in HOST_KEYS if key in HOST_KEYS[:2] or host.has(key)}
     host.done()
     network = None
     if table.has("network"):
         part = table.table("network")
+        part.only(("link",))
         network = part.choice("link", links)
         part.done()
     table.done()
@@ -228,6 +231,7 @@ def read_machine(table: Table) -> Machine:
 
 
 def _kind(part: Table, devices: Mapping[str, Device], links: Mapping[str, Link]) -> NodeKind:
+    part.only(("device", "devices", "link", "count"))
     device = part.choice("device", devices)
     kind = NodeKind(device, part.count("devices", MAX_DEVICES), part.choice("link", links), part.count("count", 4096))
     part.done()
@@ -235,6 +239,7 @@ def _kind(part: Table, devices: Mapping[str, Device], links: Mapping[str, Link])
 
 
 def _device(name: str, part: Table) -> Device:
+    part.only(DEVICE_KEYS, ("measured", "operators", "processor"))
     constants = {key: _constant(part, key) for key in DEVICE_KEYS}
     measured = _measured(part)
     operators = part.tables("operators") if part.has("operators") else {}
@@ -248,12 +253,14 @@ def _device(name: str, part: Table) -> Device:
 
 
 def _peaks(part: Table) -> Peaks:
+    part.only(PEAK_KEYS)
     peaks = Peaks(**{key: _constant(part, key) for key in PEAK_KEYS})
     part.done()
     return peaks
 
 
 def _link(name: str, part: Table) -> Link:
+    part.only(LINK_KEYS, ("measured", "element_bytes"))
     measured = _measured(part)
     element = _constant(part, "element_bytes") if part.has("element_bytes") else None
     link = Link(name, _constant(part, "alpha_us"), _constant(part, "bandwidth_bytes_per_s"), measured, element)
@@ -268,6 +275,7 @@ def _measured(part: Table) -> dict[str, Points]:
 
 
 def _points(part: Table) -> Points:
+    part.only(("points", "origin"))
     points = part.points("points")
     part.text("origin")
     part.done()
@@ -276,6 +284,7 @@ def _points(part: Table) -> Points:
 
 def _constant(part: Table, key: str) -> Constant:
     entry = part.table(key, "a table such as {value = 1.0, correction = 1.0, origin = '...'}")
+    entry.only(("value", "correction", "origin"))
     value = entry.number("value", zero=key in _MAY_BE_ZERO)
     constant = Constant(value, entry.number("correction"), entry.text("origin"))
     entry.done()

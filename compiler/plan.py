@@ -6,7 +6,7 @@ searches nor runs. What a search adds (devices, prediction, certificate) is opti
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from flexspec.compiler.checked_table import Fail, Table, show
@@ -89,6 +89,7 @@ def plan_from_json(body: object, source: str = "plan.json", fail: Fail = damaged
     if not isinstance(body, dict):
         raise fail(f"{source}: a {type(body).__name__}", "a plan, an object")
     table = Table(body, source, fail)
+    table.only(_REQUIRED, [key.name for key in fields(Plan) if key.name not in _REQUIRED])
     stages = _stages(table)
     ssm_ranks = _ssm_ranks(table)
     devices = table.counts("devices", MAX_RANKS) if table.has("devices") else ()
@@ -119,6 +120,7 @@ def _stages(table: Table) -> tuple[Stage, ...]:
     stages: list[Stage] = []
     taken: set[int] = set()
     for part in table.array("stages"):
+        part.only([key.name for key in fields(Stage)])
         first = part.count("first_block", MAX_BLOCKS, 0)
         end = part.count("end_block", MAX_BLOCKS)
         ranks = part.counts("ranks", MAX_RANKS)

@@ -51,18 +51,20 @@ def read_plan(path: Path, ssms: int, draft: str) -> Plan:
 def read_hand_plan(path: Path, requests: int) -> HandPlan:
     """The plan of a file as for ``requests`` requests at once. Raises PlanError."""
     found = _read(path)
-    return found if isinstance(found, HandPlan) else _hand_plan_of(path.name, found, requests)
+    return found if isinstance(found, HandPlan) else _hand_plan_of(str(path), found, requests)
 
 
 def _read(path: Path) -> Plan | HandPlan:
     table = read_table(path, "a plan: JSON (flexspec plan -o) or TOML", wrong)
-    return plan_from_json(table.body, path.name, wrong) if path.suffix == ".json" else _read_hand(table, path.name)
+    return plan_from_json(table.body, str(path), wrong) if path.suffix == ".json" else _read_hand(table, str(path))
 
 
 def _read_hand(table: Table, source: str) -> HandPlan:
     stages: list[tuple[int, tuple[int, ...]]] = []
     taken: set[int] = set()
+    table.only(("stages",), ("ssm", "ssm_devices", "draft", "batch", "micro_batches"))
     for part in table.array("stages"):
+        part.only(("blocks", "devices"))
         blocks, devices = part.count("blocks", MAX_BLOCKS), part.counts("devices", MAX_RANKS)
         part.done()
         if not devices:

@@ -29,7 +29,7 @@ def trials_of_files(problem: Problem, paths: Sequence[Path]) -> list[Trial]:
         check_runnable(plan, problem.llm.blocks, len(problem.ssms) if plan.ssm_ranks else 0)
         if any(ranks != (0,) for ranks in plan.ssm_ranks) or any(count > 1 for count in plan.micro_batches):
             raise wrong(
-                f"{path.name}: SSMs on ranks {list(plan.ssm_ranks)}, micro-batches {list(plan.micro_batches)}",
+                f"{path}: SSMs on ranks {list(plan.ssm_ranks)}, micro-batches {list(plan.micro_batches)}",
                 "SSMs on rank 0 and one micro-batch: what overlaps cannot be told apart yet",
             )
         cuts = stage_cuts(problem, read_hand_plan(path, problem.requests))

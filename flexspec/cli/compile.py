@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     draft = str(DraftPlan.parse(args.draft or default_draft(len(args.ssm))))
     plan = read_plan(args.plan, len(args.ssm), draft) if args.plan else None
     if plan is not None:
-        drafts = parse_ladder(plan, args.plan.name, wrong)
+        drafts = parse_ladder(plan, str(args.plan), wrong)
         draft = draft if args.draft else str(drafts[0])
         plan = replace(plan, ladder=((OPEN_BATCH, draft),), micro_batches=()) if args.draft else plan
     options = CompileOptions(DType(args.dtype), targets, isas, draft, args.max_tree, args.dump_ir, plan)

@@ -102,7 +102,7 @@ def test_a_hand_written_plan_is_priced(capsys: pytest.CaptureFixture[str], tmp_p
         ("[4, 5, 6, 7]", "[3, 4, 5, 6]", "a device twice"),
         ("[4, 5, 6, 7]", "[4, 5, 6, 8]", "device 8"),
         ("[4, 5, 6, 7]", "[4, 5, 6, -1]", "stages[1].devices: [4, 5, 6, -1]"),
-        ("[0, 1, 2, 3]", "[0, 1]", "FS502: hand.toml: a rank of stage 0 (40 blocks, degree 2, A10) needs"),
+        ("[0, 1, 2, 3]", "[0, 1]", "hand.toml: a rank of stage 0 (40 blocks, degree 2, A10) needs"),
         ("[0, 1, 2, 3]", "[0, 1, 2]", "stage 0 of degree 3"),
         ("[4, 5, 6, 7]", "[]", "a device or more"),
         ('ssm = "first"', 'ssm = "middle"', "ssm: 'middle'; expected one of none, own"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from flexspec.compiler.acceptance_profile import PROFILES, find_acceptance, open_acceptance, shipped_profiles
 from flexspec.errors import ProfileError
 from flexspec.runtime.drafters.plan import DraftPlan
+from repository import ROOT
 
 PAPER = json.loads((PROFILES / "specinfer-llama-7b.json").read_text())
 
@@ -60,6 +62,11 @@ def test_memory_counts_the_largest_tree_and_not_the_mean(tmp_path: Path) -> None
         ({"entries": [{"draft": "chain:1", "levels": [0], "committed_tokens": 1}]}, "entries[0].levels: [0]"),
         ({"entries": [{"draft": "chain:1", "levels": [1], "committed_tokens": float("nan")}]}, "committed_tokens"),
         ({"entries": [{"draft": "chain:1", "levels": [1]}]}, "committed_tokens: missing"),
+        ({"entries": [{"draft": "chain:1"}]}, "entries[0]: levels, committed_tokens: missing; expected all of draft,"),
+        (
+            {"entries": [{"draft": "chain:1", "level": [1]}]},
+            "entries[0].level: an unknown key; expected perhaps levels",
+        ),
         ({"entries": [{"draft": "chain:1", "levels": [10**400], "committed_tokens": 1}]}, "levels"),
         ({"entries": [{"draft": "chain:1", "levels": [1], "committed_tokens": 1, "ssm_rows": [1e9]}]}, "1e+09"),
         ({"entries": [{"draft": "chain:1", "levels": [1.5], "committed_tokens": 1, "most_nodes": 1}]}, "from 2 to"),
@@ -73,3 +80,18 @@ def test_bad_profiles_are_refused(tmp_path: Path, change: dict[str, Any], messag
     with pytest.raises(ProfileError) as error:
         open_acceptance(str(path))
     assert message in str(error.value)
+
+
+def test_all_missing_keys_are_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"format": PAPER["format"], "entries": PAPER["entries"]}))
+    with pytest.raises(ProfileError, match="p.json: ssms, llm, origin, date, prompts, sampling: missing"):
+        open_acceptance(str(path))
+
+
+def test_the_example_of_the_note_opens(tmp_path: Path) -> None:
+    note = (ROOT / "docs" / "design" / "planning.md").read_text()
+    block = note[note.index('    {\n      "format": "flexspec acceptance 1"') :].split("\n\n")[0]
+    (tmp_path / "p.json").write_text(textwrap.dedent(block))
+    profile = open_acceptance(str(tmp_path / "p.json"))
+    assert len(profile.entries) == 2 and profile.entries[1].most_rows == 1 + 7

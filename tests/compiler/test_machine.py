@@ -49,7 +49,7 @@ def test_what_the_project_promises_ships() -> None:
         ("value = 600e9", "value = true", "devices.A10.bandwidth_bytes_per_s.value: True"),
         ("value = 600e9", 'value = "fast"', "devices.A10.bandwidth_bytes_per_s.value: 'fast'"),
         ("value = 1e9", "value = 24e9", "devices.A10.reserve_bytes"),
-        ("launch_us", "lauch_us", "devices.A10.launch_us: missing"),
+        ("launch_us", "lauch_us", "devices.A10.lauch_us: an unknown key; expected perhaps launch_us"),
         ("[network]", 'colour = "red"\n[network]', "nodes[0].colour: an unknown key"),
         ('[network]\nlink = "ethernet100"', "", "network: 2 nodes and no [network]"),
         ('link = "ethernet100"', 'link = "ether"', "network.link: 'ether'"),

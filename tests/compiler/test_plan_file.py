@@ -30,7 +30,9 @@ def test_json_and_toml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("blocks = 1", "plan.toml: stages: missing"),
+        ('ssm = "first"', "plan.toml: stages: missing"),
+        ("blocks = 1", "plan.toml: blocks: an unknown key; expected only batch, draft"),
+        ("[[stages]]\nblocks = 1\ndevises = [0]", r"stages\[0\].devises: an unknown key; expected perhaps devices"),
         (f"colour = 1\n{TOML}", "plan.toml: colour: an unknown key"),
         ("stages = []", r"plan.toml: stages: \[\]"),
         ("stages = 3", "plan.toml: stages: 3"),
@@ -112,3 +114,23 @@ def test_ranks_of_an_artifact_are_checked() -> None:
     for bad in ([], bodies[1:], bodies[:1], [bodies[0], {**bodies[1], "groups": [[0, 7]]}], [{"rank": 0}], 3):
         with pytest.raises(ArtifactError, match="ranks.json"):
             ranks_from_json({"ranks": bad}, "x")
+
+
+@pytest.mark.parametrize("name", ["no.toml", "no.json"])
+def test_a_plan_that_is_not_there(tmp_path: Path, name: str) -> None:
+    for read in (lambda path: read_plan(path, 1, "off"), lambda path: read_hand_plan(path, 1)):
+        with pytest.raises(PlanError) as error:
+            read(tmp_path / name)
+        assert f"{tmp_path / name}: does not exist; expected a plan" in str(error.value)
+        assert "Fix: check the path" in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "text"), [("plan.toml", "blocks = 1"), ("plan.json", "{}")])
+def test_errors_name_the_path_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    Path("in", name).write_text(text)
+    with pytest.raises(PlanError, match=f"FS[0-9]+: in/{name}: "):
+        read_plan(Path("in", name), 1, "off")
