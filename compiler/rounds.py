@@ -2,8 +2,8 @@
 
 A round of a micro-batch is: SSM steps (wishes sent to other ranks and trees sent back, where SSMs live there), the
 verify pass through all stages and hops, the return of its results to rank 0, accepting there. With M micro-batches in
-flight a batch comes round every max(latency, M * bottleneck), where the bottleneck is the busiest stage, hop, SSM
-device or host. M = 1 is the plain latency.
+flight a batch comes round every max(latency, M * bottleneck), where the bottleneck is the busiest stage (the first one
+has the host's work too), hop or SSM device. M = 1 is the plain latency.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
-    """Microseconds of one micro-batch's round; ``stages_us`` hold drafting where SSMs live with a stage."""
+    """Microseconds of one micro-batch's round; ``stages_us`` hold drafting where SSMs live with a stage.
+
+    ``bottleneck_us``: of the part that is busy longest; the first stage and the host's work are one.
+    """
 
     draft_us: float  # before the first stage; 0 where it is part of a stage
     stages_us: tuple[float, ...]
@@ -76,8 +79,8 @@ class Prices:
             self.own_us = max(self.draft_us(kind, share, together=True) for kind in machine.kinds)
             self.each_us = self.own_us
         asking_us = self._asking_us(far) if name in ("own", "all") else 0.0
-        self.fixed_us = self.own_us + asking_us + self.host_us
-        self.fixed_bottleneck_us = max(self.own_us, self.host_us)
+        self.fixed_us = self.own_us + asking_us
+        self.fixed_bottleneck_us = self.own_us
 
     def unit_us(self, kind: int, degree: int, unit: str) -> float:
         """Time of the LLM's front, block or back on a stage."""
@@ -95,15 +98,18 @@ class Prices:
         return len(self.entry.ssm_rows) * each
 
     def stage_us(self, kind: int, degree: int, blocks: int, *, first: bool, last: bool) -> float:
-        """Time of a stage in a round; of a last stage that is not the first, with its messages from and to rank 0."""
+        """Time that a stage is busy in a round, the ends of ``ends_us`` among it."""
         return blocks * self.unit_us(kind, degree, "block") + self.ends_us(kind, degree, first=first, last=last)
 
     def ends_us(self, kind: int, degree: int, *, first: bool, last: bool) -> float:
-        """What a stage does beside its blocks: embedding, LM head, drafting, the step plan to its ranks, the return."""
+        """What a stage does beside its blocks: embedding, LM head, drafting, the step plan to its ranks, the return.
+
+        The first has the host's work too: one thread of rank 0 runs its steps, and accepts what comes back.
+        """
         node = self.problem.kind(kind)
         total = self.step_us
         if first:
-            total += self.unit_us(kind, degree, "front") + self.told_us(kind, degree)
+            total += self.unit_us(kind, degree, "front") + self.told_us(kind, degree) + self.host_us
             total += 0.0 if last and degree == 1 else self.telling_us
         if last:
             total += self.unit_us(kind, degree, "back") + (0.0 if first else self.returned_us)
@@ -149,15 +155,16 @@ class Prices:
 def round_cost(prices: Prices, cuts: Sequence[Cut]) -> RoundCost:
     """The round of a plan whose stages are ``cuts``."""
     final = len(cuts) - 1
-    stages = tuple(
+    busy = [
         prices.stage_us(cut.kind, cut.degree, cut.blocks, first=i == 0, last=i == final) for i, cut in enumerate(cuts)
-    )
+    ]
     hops = tuple(
         prices.hop_us(cut.kind, before.degree, cut.degree, new_node=cut.new_node)
         for before, cut in zip(cuts, cuts[1:], strict=False)
     )
-    latency = prices.fixed_us + sum(stages) + sum(hops)
-    busiest = max(stages) + prices.each_us
+    latency = prices.fixed_us + sum(busy) + sum(hops)
+    busiest = max(busy) + prices.each_us
+    stages = (busy[0] - prices.host_us, *busy[1:])
     bottleneck = max(prices.fixed_bottleneck_us, busiest, *hops) if hops else max(prices.fixed_bottleneck_us, busiest)
     returned = prices.returned_us if len(cuts) > 1 else 0.0
     return RoundCost(prices.own_us, stages, hops, returned, prices.host_us, latency, bottleneck)

@@ -281,3 +281,15 @@ def test_messages_of_a_round(
         assert found[1].latency_us - without.latency_us == pytest.approx(
             rows * reads * 2 * 1e6 / 1e9 + 1000 * (stages - 1)
         )
+
+
+def test_rank_0_is_the_host_and_the_first_stage() -> None:
+    """One thread of rank 0 does both: with micro-batches in flight neither overlaps the other."""
+    machine = replace(make_machine(NodeKind(make_device(), 2, make_link(), 1)), network=None)
+    problem = Problem(machine, with_layers(tiny_profile("mha"), 4), (), (), 4, 64)
+    busy = replace(problem, machine=replace(machine, round_us=constant(machine.round_us.effective + 1e6)))
+    cuts = [Cut(0, 1, 2, False)] * 2
+    plain, slow = (round_cost(Prices(each, SsmPlace("none"), OFF, 2), cuts) for each in (problem, busy))
+    assert slow.stages_us == pytest.approx(plain.stages_us) and slow.latency_us == pytest.approx(plain.latency_us + 1e6)
+    assert slow.bottleneck_us == pytest.approx(slow.stages_us[0] + slow.host_us)
+    assert slow.period_us(2) == pytest.approx(2 * slow.bottleneck_us)
