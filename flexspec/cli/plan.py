@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="*",
         metavar="PLAN",
-        help="run these plans (TOML or JSON; none: a list of our own) on this machine and print predicted and measured",
+        help="run these plans (TOML or JSON; none: a list of our own) on this machine and print predicted and "
+        "measured; not yet plans with several micro-batches or with SSMs on other ranks than 0",
     )
     parser.add_argument("--turns", type=int, help="how often --compare runs each plan (default 5)")
     parser.add_argument("--svg", type=Path, help="draw the plan into this file")
