@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexspec.compiler.checked_table import Table, read_table
-from flexspec.compiler.shipped import find_file, shipped_names
+from flexspec.compiler.shipped import find_file, shipped_names, unknown_words
 from flexspec.errors import ProfileError
 
 FORMAT = "flexspec acceptance 1"
@@ -77,7 +77,8 @@ def open_acceptance(name_or_path: str) -> AcceptanceProfile:
     path = find_file(name_or_path, PROFILES, ".json")
     if path is None:
         expected = f"a .json file or one of {', '.join(shipped_profiles())}"
-        raise ProfileError(f"acceptance profile {name_or_path!r}", expected, "check the name")
+        found, fix = unknown_words(name_or_path)
+        raise ProfileError(f"acceptance profile {found}", expected, fix)
     return read_acceptance(read_table(path, "an acceptance profile as JSON", wrong), path.stem)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flexspec.compiler.checked_table import Table, read_table
-from flexspec.compiler.shipped import find_file, shipped_names
+from flexspec.compiler.shipped import find_file, shipped_names, unknown_words
 from flexspec.errors import MachineError
 from flexspec.types import DType
 
@@ -193,9 +193,8 @@ def open_machine(name_or_path: str) -> Machine:
     """The machine of a shipped file's name or of a TOML file's path. Raises MachineError."""
     path = find_file(name_or_path, MACHINES, ".toml")
     if path is None:
-        raise MachineError(
-            f"machine {name_or_path!r}", f"a .toml file or one of {', '.join(shipped_machines())}", "check the name"
-        )
+        found, fix = unknown_words(name_or_path)
+        raise MachineError(f"machine {found}", f"a .toml file or one of {', '.join(shipped_machines())}", fix)
     return read_machine(read_table(path, "a machine file", _wrong))
 
 

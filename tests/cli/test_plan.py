@@ -218,7 +218,9 @@ def test_front_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--machine", "abacus"], "machine 'abacus'"),
+        (["--machine", "abacus"], "machine 'abacus'; expected a .toml file"),
+        (["--machine", "no/such.toml"], "machine 'no/such.toml': does not exist; expected a .toml file"),
+        (["--acceptance", "such.json"], "acceptance profile 'such.json': does not exist; expected a .json file"),
         (["--acceptance", "abacus"], "acceptance profile 'abacus'"),
         (["--requests", "0"], "0 requests"),
         (["--context", "999999"], "1 to 2048"),
