@@ -127,15 +127,14 @@ def predicted_lines(problem: Problem, trial: Trial) -> dict[Line, float]:
             calls = problem.llm.ranks[cut.degree].calls[unit]
             for what, us in _classes(problem.kind(cut.kind), problem.llm, calls, prices.sizes, cut.degree).items():
                 add(part, what, count * us)
-        add(part, HAND_OVER, prices.step_us)
-        if number == 0:
-            add(part, WAIT, prices.told_us(cut.kind, cut.degree))
+        beside = prices.beside(cut.kind, cut.degree, first=number == 0, last=number == final)
+        add(part, HAND_OVER, beside.hand_over_us)
+        add(part, WAIT, beside.told_us)
+        add(MESSAGES, ALL, beside.telling_us + beside.returned_us)
+        add(HOST, ALL, beside.host_us)
         if number < final:
             after = trial.cuts[number + 1]
             add(hop_part(number), ALL, prices.hop_us(after.kind, cut.degree, after.degree, new_node=after.new_node))
-    if trial.ranks > 1:
-        add(MESSAGES, ALL, prices.telling_us + (prices.returned_us if final else 0.0))
-    add(HOST, ALL, prices.host_us)
     return lines
 
 

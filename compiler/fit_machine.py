@@ -70,11 +70,9 @@ def fit_device(
             **{"bandwidth_bytes_per_s": peaks.bandwidth_bytes_per_s, key: peaks.flops_per_s},  # type: ignore[arg-type]
         )
 
-    def times(peaks: Peaks) -> dict[int, float]:
-        return {rows: step_us(changed(peaks), dtype, calls, rows, context_tokens) for rows in measured_us}
-
-    fitted = changed(_fit_peaks(device.peaks(dtype, ""), times, measured_us, origin))
-    rows = tuple((n, step_us(fitted, dtype, calls, n, context_tokens), us) for n, us in sorted(measured_us.items()))
+    load = _Load(dtype, calls, context_tokens, measured_us)
+    fitted = changed(_fit_peaks(device.peaks(dtype, ""), changed, load, origin))
+    rows = tuple((n, us, measured_us[n]) for n, us in sorted(load.times(fitted).items()))
     return StepFit(fitted, rows)
 
 
@@ -92,21 +90,33 @@ def fit_operator(
     def changed(peaks: Peaks) -> Device:
         return replace(device, operators={**device.operators, name: peaks})
 
-    def times(peaks: Peaks) -> dict[int, float]:
-        return {rows: step_us(changed(peaks), dtype, calls, rows, context_tokens) for rows in measured_us}
-
-    return changed(_fit_peaks(device.peaks(dtype, name), times, measured_us, origin))
+    load = _Load(dtype, calls, context_tokens, measured_us)
+    return changed(_fit_peaks(device.peaks(dtype, name), changed, load, origin))
 
 
-def _fit_peaks(
-    peaks: Peaks, times: Callable[[Peaks], Mapping[int, float]], measured_us: Mapping[int, float], origin: str
-) -> Peaks:
-    """Corrections of both peaks: bandwidth by the narrow steps, arithmetic by the wide ones, in turn."""
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Steps that were measured: what ran in them, and rows -> us."""
+
+    dtype: DType
+    calls: Sequence[Call]
+    context_tokens: int
+    measured_us: Mapping[int, float]
+
+    def times(self, device: Device) -> dict[int, float]:
+        """The same steps as ``device`` prices them."""
+        return {rows: step_us(device, self.dtype, self.calls, rows, self.context_tokens) for rows in self.measured_us}
+
+
+def _fit_peaks(peaks: Peaks, changed: Callable[[Peaks], Device], load: _Load, origin: str) -> Peaks:
+    """Corrections of both peaks of the device that ``changed`` makes: bandwidth by the narrow steps, arithmetic by the
+    wide ones, in turn."""
+    measured_us = load.measured_us
     few = [rows for rows in measured_us if rows <= _MEMORY_ROWS] or [min(measured_us)]
     many = [rows for rows in measured_us if rows >= _COMPUTE_ROWS] or [max(measured_us)]
 
     def error(candidate: Peaks, sizes: Sequence[int]) -> float:
-        found = times(candidate)
+        found = load.times(changed(candidate))
         return sum(math.log(found[rows] / measured_us[rows]) ** 2 for rows in sizes)
 
     for _ in range(3):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 from flexspec.compiler.acceptance_profile import DraftEntry
@@ -30,6 +30,27 @@ class Cut:
     degree: int
     blocks: int
     new_node: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Microseconds of a stage in a round beside its operators and collectives; 0 for what the stage has not.
+
+    ``hand_over_us``: giving the step to the program. ``told_us``: the step plan to the stage's other ranks, and
+    ``telling_us`` the host's work for that. ``host_us``: one thread of rank 0 runs the first stage's steps, and accepts
+    what comes back. ``draft_us``: SSMs that live there. ``returned_us``: messages from the last stage to rank 0.
+    """
+
+    hand_over_us: float
+    told_us: float
+    telling_us: float
+    host_us: float
+    draft_us: float
+    returned_us: float
+
+    @property
+    def total_us(self) -> float:
+        return float(sum(astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +123,23 @@ class Prices:
         return blocks * self.unit_us(kind, degree, "block") + self.ends_us(kind, degree, first=first, last=last)
 
     def ends_us(self, kind: int, degree: int, *, first: bool, last: bool) -> float:
-        """What a stage does beside its blocks: embedding, LM head, drafting, the step plan to its ranks, the return.
+        """What a stage does beside its blocks: embedding, LM head, and what is not the model's."""
+        front = self.unit_us(kind, degree, "front") if first else 0.0
+        back = self.unit_us(kind, degree, "back") if last else 0.0
+        return front + back + self.beside(kind, degree, first=first, last=last).total_us
 
-        The first has the host's work too: one thread of rank 0 runs its steps, and accepts what comes back.
-        """
+    def beside(self, kind: int, degree: int, *, first: bool, last: bool) -> Beside:
+        """What of a stage's time is not the model's."""
         node = self.problem.kind(kind)
-        total = self.step_us
-        if first:
-            total += self.unit_us(kind, degree, "front") + self.told_us(kind, degree) + self.host_us
-            total += 0.0 if last and degree == 1 else self.telling_us
-        if last:
-            total += self.unit_us(kind, degree, "back") + (0.0 if first else self.returned_us)
-        if (self.place.name == "first" and first) or (self.place.name == "last" and last):
-            total += self.draft_us(node, self.requests, together=True)
-        return total
+        drafts = (self.place.name == "first" and first) or (self.place.name == "last" and last)
+        return Beside(
+            hand_over_us=self.step_us,
+            told_us=broadcast_us(node.link, self.rows * _ID_BYTES, degree) if first else 0.0,
+            telling_us=self.step_us if first and not (last and degree == 1) else 0.0,  # as much as handing one over
+            host_us=self.host_us if first else 0.0,
+            draft_us=self.draft_us(node, self.requests, together=True) if drafts else 0.0,
+            returned_us=self.returned_us if last and not first else 0.0,
+        )
 
     def _asking_us(self, far: Link) -> float:
         """Drafting on another rank than 0: a message with wishes and what was committed, and one back with trees."""
@@ -133,15 +157,6 @@ class Prices:
         columns = max((ssm.reads_features for ssm in self.problem.ssms), default=0) if self.entry.levels else 0
         dtype = self.problem.llm.dtype
         return far.sent_bytes(rows * columns * dtype.size_bytes, dtype)
-
-    @property
-    def telling_us(self) -> float:
-        """The host's work to tell other ranks of a step: as much as handing one over."""
-        return self.step_us
-
-    def told_us(self, kind: int, degree: int) -> float:
-        """The step plan to the first stage's other ranks."""
-        return broadcast_us(self.problem.kind(kind).link, self.rows * _ID_BYTES, degree)
 
     def hop_us(self, kind: int, source: int, target: int, *, new_node: bool) -> float:
         """From a stage of ``source`` ranks to one of ``target`` on a node of ``kind``."""

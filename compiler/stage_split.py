@@ -69,13 +69,9 @@ def _split(prices: Prices, cut: Cut, *, first: bool, last: bool) -> StageSplit:
         operators, collectives, launch = (
             total + count * each for total, each in zip((operators, collectives, launch), parts, strict=True)
         )
-    launch += prices.step_us
-    if first:
-        launch += prices.told_us(cut.kind, cut.degree) + (0.0 if last and cut.degree == 1 else prices.telling_us)
-    drafts = (prices.place.name == "first" and first) or (prices.place.name == "last" and last)
-    draft = prices.draft_us(kind, prices.requests, together=True) if drafts else 0.0
-    returned = prices.returned_us if last and not first else 0.0
-    return StageSplit(prices.rows, operators, collectives, launch, draft, returned)
+    beside = prices.beside(cut.kind, cut.degree, first=first, last=last)
+    launch += beside.hand_over_us + beside.told_us + beside.telling_us
+    return StageSplit(prices.rows, operators, collectives, launch, beside.draft_us, beside.returned_us)
 
 
 def _unit(prices: Prices, kind: NodeKind, calls: Sequence[Call], degree: int) -> tuple[float, float, float]:
