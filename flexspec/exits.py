@@ -1,8 +1,10 @@
-"""How a child process ended, in words."""
+"""How a process ended, in words: a child, or a rank that others miss."""
 
 from __future__ import annotations
 
 import signal
+
+GONE = "is gone or silent"  # what is said by ranks that only met the end of another
 
 
 def describe_exit(returncode: int) -> str:
@@ -13,3 +15,8 @@ def describe_exit(returncode: int) -> str:
         return f"killed by {signal.Signals(-returncode).name}"
     except ValueError:
         return f"killed by signal {-returncode}"
+
+
+def rank_gone(error: RuntimeError) -> str:
+    """What torch.distributed's error means to a rank; its first line says where it was noticed."""
+    return f"another rank {GONE} ({str(error).splitlines()[0]})"

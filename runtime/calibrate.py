@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from flexspec.runtime.cpu_executor import CpuExecutor
 from flexspec.runtime.host_memory import HostMemory, host_memory
 from flexspec.runtime.host_probe import HostTimes, probe_host
 from flexspec.runtime.link_probe import probe_links
+from flexspec.runtime.local_ranks import host_cores
 from flexspec.runtime.open_engine import open_engine
 from flexspec.runtime.pages import RowGroup, pack_rows
 from flexspec.runtime.serve_options import ServeOptions
@@ -61,7 +61,7 @@ def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> Calibration:
     kind = template.kinds[0]
     graph = parse_graph(open_artifact(path).read_bytes("graph/llm.fsg").decode("utf-8", "replace"))
     dtype = next(value.type.dtype for value in graph.inputs if value.type.role is Role.WEIGHT)
-    busy = min(ranks, os.cpu_count() or 1, MAX_BUSY)
+    busy = min(ranks, host_cores(), MAX_BUSY)
     today = datetime.date.today().isoformat()
     memory = memory_share(kind.device.memory_bytes, kind.device.reserve_bytes, ranks, host_memory(), today)
     origin = f"fit {today} by flexspec calibrate on {path.name}, {dtype.value}, one thread each of {busy} busy ranks"
@@ -84,7 +84,7 @@ def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> Calibration:
         source = f"measured {today} by flexspec calibrate, gloo, {ranks} processes"
         link, tables_origin = fit_link(link.name, transfers, reduces, ranks, source), source
     fitted = type(kind)(device, ranks, link, 1)
-    about = f"This machine, {ranks} of {os.cpu_count()} cores, one rank a core; calibrated."
+    about = f"This machine, {ranks} of {host_cores()} cores, one rank a core; calibrated."
     host = _host(template, probe_host(path), f"measured {today} by flexspec calibrate on {path.name}")
     return Calibration(replace(host, name=name, about=about, kinds=(fitted,), network=None), steps, tables_origin)
 

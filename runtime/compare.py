@@ -7,8 +7,6 @@ stages share it. Groups stay open and wait while another one runs, so that all p
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +31,7 @@ from flexspec.kernels.package import CompileOptions, compile_model
 from flexspec.runtime.compare_rank import Job, times_file
 from flexspec.runtime.compare_times import RankTimes, Steps, complete, draft_lines, quartile_mean, verify_lines
 from flexspec.runtime.drafters.plan import DraftPlan
+from flexspec.runtime.local_ranks import rank_environments
 from flexspec.runtime.round_runs import Ask
 from flexspec.text import parse_graph
 from flexspec.types import DType
@@ -144,18 +143,10 @@ def _ask(problem: Problem, trial: Trial, effort: Effort) -> Ask:
 def _running(group: _Group) -> Iterator[None]:
     """The group's processes, gone at the end whatever happens."""
     ranks = sum(stage.degree for stage in group.stages)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if ranks > 1:  # as torchrun says it
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-m", "flexspec.runtime.compare_rank", json.dumps(asdict(group.job))]
     try:
-        for rank in range(ranks):
+        for rank, env in enumerate(rank_environments(ranks)):
             pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             group.processes.append(
                 subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.PIPE, text=True)
             )

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from flexspec.errors import FlexspecError
+from flexspec.exits import rank_gone
 from flexspec.runtime.round_runs import Ask, RoundRuns
 from flexspec.runtime.serve_options import ServeOptions
 from flexspec.runtime.step_times import StepTimes
@@ -84,7 +85,7 @@ def main() -> int:
         print(f"rank {rank}: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:  # torch.distributed's
-        print(f"rank {rank}: another rank is gone or silent ({str(error).splitlines()[0]})", file=sys.stderr)
+        print(f"rank {rank}: {rank_gone(error)}", file=sys.stderr)
         return 1
     return 0
 

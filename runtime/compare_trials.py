@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from flexspec.compiler.rounds import Cut
 from flexspec.compiler.score_plan import stage_cuts
 from flexspec.errors import MachineError, PlanError, ToolchainError
 from flexspec.runtime.drafters.plan import SSMS, DraftPlan
+from flexspec.runtime.local_ranks import host_cores
 
 CHAIN, TREE = "chain:4/sources=ssm", "tree:2,2,1/sources=ssm"
 _STATIC = "chain:DEPTH or tree:K1,K2,... with an SSM, whose rows are known, or one of the acceptance profile"
@@ -42,7 +42,7 @@ def trials_of_files(problem: Problem, paths: Sequence[Path]) -> list[Trial]:
 def trials_of_machine(problem: Problem) -> list[Trial]:
     """One rank, two pipelines, tensor parallelism, as far as cores and model allow; with and without drafts."""
     blocks, most = problem.llm.blocks, problem.requests
-    room = min(max(kind.devices for kind in problem.machine.kinds), cores())
+    room = min(max(kind.devices for kind in problem.machine.kinds), host_cores())
     parallel = room > 1 and 2 in problem.legal_degrees
     layouts: list[list[tuple[int, int]]] = [[(blocks, 1)]]  # (blocks, degree) of each stage
     if room > 1:
@@ -70,15 +70,12 @@ def check_trials(problem: Problem, trials: Iterable[Trial], models: Iterable[Pat
             "flexspec calibrate writes one; plans on other machines can be priced, not run here",
         )  # fmt: skip
     most = max(trial.ranks for trial in trials)
-    if most > cores():
-        raise PlanError(f"a plan of {most} ranks", f"at most {cores()}, a core each", "compare plans of fewer ranks")
+    if most > host_cores():
+        raise PlanError(
+            f"a plan of {most} ranks", f"at most {host_cores()}, a core each", "compare plans of fewer ranks"
+        )
     if most > 1 and importlib.util.find_spec("torch") is None:
         raise ToolchainError(f"{most} ranks without PyTorch", "torch >= 2.11", "pip install torch")
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def draft_entry(problem: Problem, text: str) -> DraftEntry:

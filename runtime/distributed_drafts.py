@@ -40,23 +40,37 @@ class Post(Protocol):
 
 
 class _Mailbox:
-    """What is to be told to one rank: events so far, and the arrays that go with them."""
+    """Another rank's place for requests: what happens to them is kept until the next wish, and told with it."""
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, post: Post, *, reads_features: bool) -> None:
         self.post = post
-        self.events: list[list[Any]] = []
-        self.arrays: list[NDArray[np.float32]] = []
-        self.requests: set[int] = set()
+        self._reads_features = reads_features
+        self._events: list[list[Any]] = []
+        self._arrays: list[NDArray[np.float32]] = []
 
-    def tell(self, event: list[Any], features_KE: NDArray[np.float32] | None = None) -> None:
-        self.events.append([*event, list(features_KE.shape) if features_KE is not None else None])
-        if features_KE is not None:
-            self.arrays.append(np.array(features_KE, np.float32))  # a copy: the step reuses its buffer
+    def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
+        self._tell(["begin", request_id, list(prompt_ids)])
+
+    def observe_prompt(self, request_id: int, start: int, features_KE: NDArray[np.float32] | None) -> None:
+        if self._reads_features:
+            self._tell(["prompt", request_id, start], features_KE)
+
+    def observe(self, request_id: int, committed: Sequence[int], features_KE: NDArray[np.float32] | None) -> None:
+        tokens = [int(token) for token in committed]
+        self._tell(["observe", request_id, tokens], features_KE if self._reads_features else None)
+
+    def end(self, request_id: int) -> None:
+        self._tell(["end", request_id])
 
     def send(self, name: str, plan: DraftPlan, wishes: Sequence[DraftRequest]) -> None:
-        head = {"ssm": name, "events": self.events, "plan": str(plan), "wishes": [_wish(plan, each) for each in wishes]}
-        self.post.send(encode(head, self.arrays))
-        self.events, self.arrays = [], []
+        asked = [_wish(plan, each) for each in wishes]
+        self.post.send(encode({"ssm": name, "events": self._events, "plan": str(plan), "wishes": asked}, self._arrays))
+        self._events, self._arrays = [], []
+
+    def _tell(self, event: list[Any], features_KE: NDArray[np.float32] | None = None) -> None:
+        self._events.append([*event, list(features_KE.shape) if features_KE is not None else None])
+        if features_KE is not None:
+            self._arrays.append(np.array(features_KE, np.float32))  # a copy: the step reuses its buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +80,7 @@ class _Asked:
     plan: DraftPlan
     requests: list[DraftRequest]
     boxes: list[_Mailbox]
+    here: list[DraftRequest]  # those that this process's own drafter has
     seconds: float
 
 
@@ -87,9 +102,10 @@ class RemoteDrafter:
     ) -> None:
         self.name, self.reads_features = name, reads_features
         self.worth: StepWorth | None = None
-        self._boxes = [_Mailbox(post) for post in posts]
         self._own = own
-        self._own_requests: set[int] = set()
+        self._boxes = [_Mailbox(post, reads_features=reads_features) for post in posts]
+        self._places: list[ModelDrafter | _Mailbox] = [*([own] if own is not None else []), *self._boxes]
+        self._at: dict[int, ModelDrafter | _Mailbox] = {}  # where each request is drafted for
         self._plan: DraftPlan | None = None
         self._asked: deque[_Asked] = deque()
         self._clock = clock
@@ -99,37 +115,21 @@ class RemoteDrafter:
 
     def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
         self.end(request_id)
-        box = min(self._boxes, key=lambda each: len(each.requests))
-        if self._own is not None and len(self._own_requests) <= len(box.requests):
-            self._own_requests.add(request_id)
-            self._own.begin(request_id, prompt_ids)
-            return
-        box.requests.add(request_id)
-        box.tell(["begin", request_id, list(prompt_ids)])
+        held = list(self._at.values())
+        place = self._at[request_id] = min(self._places, key=held.count)
+        place.begin(request_id, prompt_ids)
 
     def observe_prompt(self, request_id: int, start: int, features_KE: NDArray[np.float32] | None) -> None:
-        if self._own is not None and request_id in self._own_requests:
-            self._own.observe_prompt(request_id, start, features_KE)
-        for box in self._boxes:
-            if request_id in box.requests and self.reads_features:
-                box.tell(["prompt", request_id, start], features_KE)
+        if request_id in self._at:
+            self._at[request_id].observe_prompt(request_id, start, features_KE)
 
     def observe(self, request_id: int, committed: Sequence[int], features_KE: NDArray[np.float32] | None) -> None:
-        if self._own is not None and request_id in self._own_requests:
-            self._own.observe(request_id, committed, features_KE)
-        for box in self._boxes:
-            if request_id in box.requests:
-                features = features_KE if self.reads_features else None
-                box.tell(["observe", request_id, [int(token) for token in committed]], features)
+        if request_id in self._at:
+            self._at[request_id].observe(request_id, committed, features_KE)
 
     def end(self, request_id: int) -> None:
-        if self._own is not None and request_id in self._own_requests:
-            self._own_requests.remove(request_id)
-            self._own.end(request_id)
-        for box in self._boxes:
-            if request_id in box.requests:
-                box.requests.remove(request_id)
-                box.tell(["end", request_id])
+        if request_id in self._at:
+            self._at.pop(request_id).end(request_id)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         self.start(requests)
@@ -138,23 +138,22 @@ class RemoteDrafter:
     def start(self, requests: Sequence[DraftRequest]) -> None:
         assert self._plan is not None, "use() comes first"
         began = self._clock()
-        asked = []
-        for box in self._boxes:
-            wishes = [request for request in requests if request.request_id in box.requests]
-            if wishes:
-                box.send(self.name, self._plan, wishes)
-                asked.append(box)
-        self._asked.append(_Asked(self._plan, list(requests), asked, self._clock() - began))
+        shares = [(box, [each for each in requests if self._at.get(each.request_id) is box]) for box in self._boxes]
+        shares = [(box, wishes) for box, wishes in shares if wishes]
+        for box, wishes in shares:
+            box.send(self.name, self._plan, wishes)
+        here = [each for each in requests if self._own is not None and self._at.get(each.request_id) is self._own]
+        boxes = [box for box, _ in shares]
+        self._asked.append(_Asked(self._plan, list(requests), boxes, here, self._clock() - began))
 
     def finish(self) -> list[TokenTree]:
         """The trees of the oldest draft. Requests that ended meanwhile get a root-only tree, if any."""
         asked = self._asked.popleft()
         began = self._clock()
         trees: dict[int, TokenTree] = {}
-        mine = [request for request in asked.requests if request.request_id in self._own_requests]
-        if self._own is not None and mine:
+        if self._own is not None and asked.here:
             self._own.use(asked.plan)
-            trees.update(zip([each.request_id for each in mine], self._own.propose(mine), strict=True))
+            trees.update(zip([each.request_id for each in asked.here], self._own.propose(asked.here), strict=True))
         for box in asked.boxes:
             trees.update(decode_trees(box.post.receive(), self.name))
         if self.worth is not None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from flexspec.compiler.model_record import PartRecord
 from flexspec.errors import EngineError
+from flexspec.exits import rank_gone
 from flexspec.runtime.cpu_rank import RankResult
 from flexspec.runtime.distributed_drafts import RemoteDrafter
 from flexspec.runtime.distributed_group import ANSWERS, RESULTS, Seat
@@ -181,7 +182,7 @@ class DistributedExecutor:
             try:
                 yield
             except RuntimeError as error:  # torch.distributed's
-                self._lost = self._seat.watch.lost or f"a rank is gone or silent ({str(error).splitlines()[0]})"
+                self._lost = self._seat.watch.lost or rank_gone(error)
                 raise EngineError(
                     self._lost, f"{self._seat.world} ranks that answer", "start the server again"
                 ) from None

@@ -24,6 +24,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from flexspec.exits import GONE
+
 SILENT_S = 3
 _JOIN_S = 60.0
 _STRANGER_S = 5.0  # for whoever connects and does not say the key
@@ -100,7 +102,7 @@ def _end_of(peer: socket.socket) -> str:
     except ConnectionResetError:
         return "is gone"
     except OSError as error:
-        return f"is gone or silent: no sign of its host for {SILENT_S} s ({error.strerror})"
+        return f"{GONE}: no sign of its host for {SILENT_S} s ({error.strerror})"
 
 
 def _keep_alive(peer: socket.socket) -> None:

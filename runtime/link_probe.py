@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from flexspec.errors import ToolchainError
 from flexspec.graph import Node, Value
+from flexspec.runtime.local_ranks import rank_environments
 from flexspec.runtime.step_times import lower_quartile
 from flexspec.types import DType, Role, TensorType
 
@@ -36,17 +36,10 @@ _CHAINS, _LINKS = 7, 12  # sums come in chains, two a block: what counts is the 
 
 def probe_links(ranks: int) -> tuple[dict[int, float], dict[int, float]]:
     """(transfers, all-reduces): bytes -> us between ``ranks`` processes. Raises ToolchainError without torch."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "flexspec.runtime.link_probe"]
     started = [
-        subprocess.Popen(
-            command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(ranks)
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for environment in rank_environments(ranks)
     ]
     try:
         answers = [each.communicate(timeout=_TIMEOUT_S) for each in started]

@@ -42,12 +42,10 @@ class MicroBatches:
 
     def idle(self) -> list[MicroBatch]:
         """Micro-batches that can begin a round, evened out against each other."""
-        if len(self._all) == 1 and self._count_for(len(self._all[0].members)) <= 1:  # nothing to even out
-            only = self._all[0]
-            return [only] if only.members and only.round is None else []
-        active = self._active(self._requests())
+        requests = self._requests()
+        active = self._active(requests)
         idle = [each for each in self._all if each.round is None]
-        share = -(-self._requests() // active)
+        share = -(-requests // active)
         for each in idle:
             most = share if each in self._all[:active] else 0
             while len(each.members) > most:

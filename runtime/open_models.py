@@ -16,6 +16,7 @@ from flexspec.kernels.cpu_build import supported_isas
 from flexspec.kernels.cpu_check import seeded_digest
 from flexspec.runtime.cpu_executor import CpuExecutor
 from flexspec.runtime.drafters.plan import DraftLadder
+from flexspec.runtime.local_ranks import host_cores
 from flexspec.runtime.serve_options import ServeOptions
 from flexspec.runtime.step import Executor
 
@@ -94,8 +95,7 @@ def default_threads() -> int:
 
     Ranks on one host share its cores.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
+    return max(1, min(8, host_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
 
 
 def _self_test(artifact: Artifact, isa: str, name: str, library: Path, weights: Sequence[NDArray[Any]]) -> None:

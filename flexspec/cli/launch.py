@@ -18,13 +18,12 @@ from typing import NoReturn
 
 from flexspec.cli.ranks import LAST_WORDS, LAUNCHER
 from flexspec.errors import ArtifactError, CapacityError, PlanError, ToolchainError
-from flexspec.exits import describe_exit
+from flexspec.exits import GONE, describe_exit
 
 MOST_RANKS = 1024
 MOST_RESTARTS = 1000
 RESTARTS = 3  # of a bare --restart
 _ROW_ENDS_S = 600.0  # ranks that ran so long were well: what kills them afterwards is counted from zero
-_GONE = "is gone or silent"  # what ranks say that only met the end of another
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ def judge(failed: Mapping[int, int], said: Mapping[int, str]) -> Ending:
 
     def order(rank: int) -> tuple[bool, bool, bool, int]:
         code = failed[rank]
-        return code != 2, code >= 0 or code == -signal.SIGTERM, _GONE in said.get(rank, _GONE), rank
+        return code != 2, code >= 0 or code == -signal.SIGTERM, GONE in said.get(rank, GONE), rank
 
     first = min(failed, key=order)
     code = 2 if failed[first] == 2 else 1

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from flexspec.errors import CapacityError, EngineError, FlexspecError, ToolchainError
+from flexspec.exits import rank_gone
 
 if TYPE_CHECKING:
     from flexspec.runtime.open_engine import OpenLlm
@@ -55,7 +56,7 @@ def run_rank(artifact: Path, options: ServeOptions, serve: Callable[[OpenLlm | N
     except KeyboardInterrupt:
         code = 130
     except RuntimeError as error:  # torch.distributed's
-        said = f"another rank is gone or silent ({str(error).splitlines()[0]})"
+        said = rank_gone(error)
     except BaseException as error:
         import traceback
 

@@ -47,12 +47,18 @@ def _router_flops(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: 
 
 
 def _router(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
-    """Softmax in float32, as transformers has it. Of equal experts the one of lower index is chosen first."""
+    """Softmax in float32, as transformers has it. Of equal experts the one of lower index is chosen first.
+
+    One expert's scores at a time: a matrix product may sum its columns in different orders (on AMD Zen 4 it does), so
+    that equal rows of the router would get unequal scores, and ties would fall by rounding instead of by index.
+    """
     import torch
 
     x, weight = inputs
-    scores_TX = torch.nn.functional.linear(x, weight)
-    scores_TX = scores_TX.to(torch.promote_types(scores_TX.dtype, torch.float32))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x_TE = x.to(wide)
+    scores_TX = torch.stack([(x_TE * row_E).sum(-1) for row_E in weight.to(wide)], dim=-1)
+    scores_TX = scores_TX.to(x.dtype).to(wide)  # rounded as the product's result is
     if attrs["softmax"] == "all":
         scores_TX = scores_TX.softmax(-1)
     ranked = torch.sort(scores_TX, dim=-1, descending=True, stable=True)

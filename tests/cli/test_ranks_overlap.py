@@ -13,13 +13,12 @@ import httpx
 import pytest
 from artifacts import VOCAB
 from commands import serving
+from rank_servers import rank_processes, texts_of_one_rank
 from tiny_models import random_weights, write_gguf, write_huggingface
 
 from flexspec.compiler.plan import Plan, Stage
 from flexspec.kernels.cpu_build import supported_isas
 from flexspec.kernels.package import CompileOptions, compile_model
-from flexspec.runtime.open_engine import open_engine
-from flexspec.runtime.serve_options import ServeOptions
 from flexspec.sampling import SamplingParams
 from flexspec.types import DType
 
@@ -52,18 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def told(folder: Path) -> list[str]:
     """What one rank answers without speculation."""
-    served = open_engine(folder / "own.fspec", ServeOptions(draft="off", threads=1, kv_tokens=4096, measure=False))
-    texts = []
-    for prompt in PROMPTS:
-        parts: list[str] = []
-        ids = served.tokenizer.encode(prompt, add_special=True)
-        params = SamplingParams(max_tokens=TOKENS)
-        served.engine.submit(ids, params, lambda delta, parts=parts: parts.append(delta.text))  # type: ignore[misc]
-        while served.engine.step():
-            pass
-        texts.append("".join(parts))
-    served.close()
-    return texts
+    return texts_of_one_rank(folder / "own.fspec", [(prompt, SamplingParams(max_tokens=TOKENS)) for prompt in PROMPTS])
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -88,11 +76,7 @@ def test_any_place_of_the_ssm_and_any_micro_batches(folder: Path, told: list[str
 
 def test_a_rank_that_only_drafts_can_die_too(folder: Path) -> None:
     with serving(folder / "own.fspec", "--ranks", "2", *OPTIONS) as server:
-        victim = next(
-            int(child)
-            for child in Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-            if b"RANK=1" in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        )
+        victim = rank_processes(server.process.pid)[1]
         body = {"model": "own", "prompt": "hello", "max_tokens": 3000, "temperature": 0, "stream": True}
         text = ""
         try:

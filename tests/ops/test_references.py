@@ -124,6 +124,15 @@ def test_float64_operands_stay_float64() -> None:
     assert y.dtype is torch.float64
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("experts", "width"), [(3, 7), (17, 84), (64, 129)])
+def test_router_takes_the_first_of_equal_experts(experts: int, width: int, dtype: torch.dtype) -> None:
+    """Equal rows have equal scores, wherever they stand among others and whatever the machine's matrix product does."""
+    x, weight = randn(9, width).to(dtype), randn(1, width, seed=1).to(dtype).expand(experts, width).contiguous()
+    (routing,) = run("router", x, weight, top_k=2, softmax="all", normalize=True)
+    assert (routing[:, :2] == 0.5).all() and (routing[:, 2:] == 0).all()
+
+
 @pytest.mark.parametrize("softmax", ["all", "chosen"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_router_weighs_the_best_experts(softmax: str, normalize: bool) -> None:

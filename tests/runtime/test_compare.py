@@ -14,7 +14,8 @@ from flexspec.compiler.machine import MACHINES, open_machine
 from flexspec.compiler.plan_models import open_profile
 from flexspec.compiler.problem import Problem
 from flexspec.errors import PlanError
-from flexspec.runtime.compare_trials import cores, draft_entry, trials_of_machine
+from flexspec.runtime.compare_trials import draft_entry, trials_of_machine
+from flexspec.runtime.local_ranks import host_cores
 from flexspec.types import DType
 
 ONE = 'draft = "tree:2,2,1/sources=ssm"\n[[stages]]\nblocks = 2\ndevices = [0]\n'
@@ -31,7 +32,7 @@ def arguments(models: tuple[Path, Path]) -> list[str]:
     return ["plan", str(llm), "--ssm", str(ssm), "--machine", "cpu2", "--context", "64", "--dtype", "f32"]
 
 
-@pytest.mark.skipif(cores() < 2, reason="needs a core for each of two ranks")
+@pytest.mark.skipif(host_cores() < 2, reason="needs a core for each of two ranks")
 def test_two_plans_run_and_are_told_line_by_line(models: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "one.toml").write_text(ONE)
@@ -78,7 +79,7 @@ def test_drafts_have_the_rows_that_they_run(models: tuple[Path, Path]) -> None:
 def test_the_list_has_what_the_machine_can_run(models: tuple[Path, Path]) -> None:
     trials = trials_of_machine(problem(models))
     layouts = {tuple(stage.degree for stage in trial.stages) for trial in trials}
-    assert layouts == ({(1,), (1, 1), (2,)} if cores() > 1 else {(1,)})
+    assert layouts == ({(1,), (1, 1), (2,)} if host_cores() > 1 else {(1,)})
     assert {trial.batch for trial in trials} == {1, 2, 4}
     assert {trial.place.name for trial in trials} == {"none", "first"}
     assert len(trials_of_machine(problem(models, requests=1))) < len(trials)
@@ -105,7 +106,7 @@ def test_more_ranks_than_cores_and_no_weights(
     models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wide = tmp_path / "wide.toml"
-    many = 1 << cores().bit_length()
+    many = 1 << host_cores().bit_length()
     text = (MACHINES / "cpu2.toml").read_text().replace("devices = 2", f"devices = {many}")
     (tmp_path / "many.toml").write_text(text)
     devices = ", ".join(map(str, range(many)))

@@ -113,19 +113,15 @@ def make_engine(
     return Made(Engine(llm, planned, Letters, eos_ids, limits, observer), made)
 
 
-class Failing:
-    """An executor that calls ``fault`` before the step with number ``at`` (from 0)."""
+class Wrapped:
+    """An executor that does what another does."""
 
-    def __init__(self, inner: Executor, at: int, fault: Callable[[], None]) -> None:
-        self.inner, self.at, self.fault = inner, at, fault
+    def __init__(self, inner: Executor) -> None:
+        self.inner = inner
         self.vocab_size, self.max_rows, self.pages = inner.vocab_size, inner.max_rows, inner.pages
         self.max_positions = inner.max_positions
-        self.steps = 0
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
-        if self.steps == self.at:
-            self.fault()
-        self.steps += 1
         return self.inner.step(batch, want_logits=want_logits, want_features=want_features)
 
     def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -136,3 +132,17 @@ class Failing:
 
     def close(self) -> None:
         self.inner.close()
+
+
+class Failing(Wrapped):
+    """An executor that calls ``fault`` before the step with number ``at`` (from 0)."""
+
+    def __init__(self, inner: Executor, at: int, fault: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self.at, self.fault, self.steps = at, fault, 0
+
+    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
+        if self.steps == self.at:
+            self.fault()
+        self.steps += 1
+        return super().step(batch, want_logits=want_logits, want_features=want_features)

@@ -5,47 +5,31 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
+from engine_runs import Wrapped
 from table_ssm import TableSsm
 
 from flexspec.runtime.distributed_drafts import Bytes, DraftHost
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.step import Executor, StepBatch, StepResult
-from flexspec.runtime.top_successors import top_successors
 from flexspec.tree import TokenTree
 
 
-class Held:
+class Held(Wrapped):
     """An executor that holds results back until they are asked for; steps and moves run in the order of the calls."""
 
     def __init__(self, inner: Executor, *, returns_early: bool = True) -> None:
-        self.inner, self.returns_early = inner, returns_early
-        self.vocab_size, self.max_rows, self.pages = inner.vocab_size, inner.max_rows, inner.pages
-        self.max_positions = inner.max_positions
+        super().__init__(inner)
+        self.returns_early = returns_early
         self.held: deque[StepResult] = deque()
         self.most = 0  # in flight at the same time
 
-    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
-        assert not self.held
-        return self.inner.step(batch, want_logits=want_logits, want_features=want_features)
-
     def start(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> None:
-        self.held.append(self.inner.step(batch, want_logits=want_logits, want_features=want_features))
+        self.held.append(self.step(batch, want_logits=want_logits, want_features=want_features))
         self.most = max(self.most, len(self.held))
 
     def finish(self) -> StepResult:
         return self.held.popleft()
-
-    def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        return top_successors(logits_LV, k)
-
-    def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
-        self.inner.move_kv(src_slots, dst_slots)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class Courier:
