@@ -16,9 +16,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.runtime.accept import Method, accept_sampled
-from flexspec.runtime.noise import DraftNoise, draft_child, draw_token
-from flexspec.runtime.transforms import target_law
+from flexspec.runtime.acceptance.accept import Method, accept_sampled
+from flexspec.runtime.acceptance.noise import DraftNoise, draft_child, draw_token
+from flexspec.runtime.acceptance.transforms import target_law
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree
 

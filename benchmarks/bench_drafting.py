@@ -23,7 +23,7 @@ from time import process_time
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.compiler.ngram_table import build_table, load_table, save_table
+from flexspec.compiler.artifact.ngram_table import build_table, load_table, save_table
 from flexspec.runtime.drafters.base import Drafter, DraftRequest
 from flexspec.runtime.drafters.budget import StepCost
 from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
@@ -31,8 +31,8 @@ from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixAutomaton, SuffixDrafter
-from flexspec.runtime.step import StepBatch, StepResult
-from flexspec.runtime.top_successors import top_successors
+from flexspec.runtime.executors.step import StepBatch, StepResult
+from flexspec.runtime.executors.top_successors import top_successors
 from flexspec.sampling import SamplingParams
 
 OUTPUTS = 8_192  # the reduced vocabulary of the shipped SSM

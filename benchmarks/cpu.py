@@ -39,10 +39,10 @@ from benchmarks.measure import (  # noqa: E402
 )
 from benchmarks.moments import Bandwidth, bracket  # noqa: E402
 from examples.demo import Server, compiled  # noqa: E402
-from flexspec.runtime.open_engine import open_engine  # noqa: E402
-from flexspec.runtime.pages import RowGroup, pack_rows  # noqa: E402
-from flexspec.runtime.serve_options import ServeOptions  # noqa: E402
-from flexspec.runtime.step import Executor  # noqa: E402
+from flexspec.runtime.executors.pages import RowGroup, pack_rows  # noqa: E402
+from flexspec.runtime.executors.step import Executor  # noqa: E402
+from flexspec.runtime.open.engine import open_engine  # noqa: E402
+from flexspec.runtime.open.serve_options import ServeOptions  # noqa: E402
 from flexspec.sampling import SamplingParams  # noqa: E402
 from flexspec.types import PAGE_TOKENS  # noqa: E402
 

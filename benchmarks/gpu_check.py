@@ -30,7 +30,7 @@ from benchmarks.gpu_timing import copy_bytes_per_s, gpu_target, kernels_for, tim
 
 if TYPE_CHECKING:
     from flexspec.graph import Graph
-    from flexspec.kernels.attention_check import Case
+    from flexspec.kernels.gpu.attention_check import Case
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ def machine(device: str) -> dict[str, str]:
 def check_kernels(device: str) -> Iterator[Check]:
     """Every case against float64; in the interpreter some: it is slow, and computes bf16 wrongly."""
     from flexspec.errors import CompileError
-    from flexspec.kernels.attention_check import TOLERANCE, covering_cases, edge_cases, error_of
-    from flexspec.kernels.triton_aot import compile_variants
+    from flexspec.kernels.gpu.aot import compile_variants
+    from flexspec.kernels.gpu.attention_check import TOLERANCE, covering_cases, edge_cases, error_of
     from flexspec.types import DType
 
     cases = list(covering_cases() + edge_cases())
@@ -128,7 +128,7 @@ def check_kernels(device: str) -> Iterator[Check]:
 
 def check_bits(device: str) -> Iterator[Check]:
     """A row's bits do not depend on the rows beside it: the error is the number of steps where they did."""
-    from flexspec.kernels.attention_check import bit_case, same_bits
+    from flexspec.kernels.gpu.attention_check import bit_case, same_bits
     from flexspec.types import DType
 
     cases: list[Case] = [bit_case()]
@@ -148,9 +148,9 @@ def check_executor(device: str) -> Check:
     """A tiny Llama in float32 on the generated kernels against the reference executor: prompt, tree, accept, token."""
     from flexspec.models.config import ModelConfig
     from flexspec.models.llama import build_llama
-    from flexspec.runtime.reference_executor import ReferenceExecutor
-    from flexspec.runtime.step import StepBatch
-    from flexspec.runtime.triton_executor import TritonExecutor
+    from flexspec.runtime.executors.step import StepBatch
+    from flexspec.runtime.executors.triton import TritonExecutor
+    from flexspec.runtime.reference.executor import ReferenceExecutor
     from flexspec.tree import TokenTree
     from flexspec.types import DType
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.compiler.tensor_file import encode_tensors
-from flexspec.kernels.cpu_build import supported_isas
+from flexspec.compiler.artifact.tensor_file import encode_tensors
+from flexspec.kernels.cpu.build import supported_isas
 
 ROOT = Path(__file__).parents[1]
 DRAFTS = ("off", "tree:2,2,1")

@@ -11,9 +11,9 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from flexspec.kernels.attention_check import Case
-    from flexspec.kernels.triton_launch import Kernels
-    from flexspec.kernels.triton_spec import Variant
+    from flexspec.kernels.gpu.attention_check import Case
+    from flexspec.kernels.gpu.launch import Kernels
+    from flexspec.kernels.gpu.spec import Variant
 
 SHAPES = {"Llama 2 7B": (32, 32, 128), "Llama 3 8B": (32, 8, 128)}  # query heads, kv heads, head dim
 BATCHES, CONTEXTS, TREES = (1, 8), (512, 4096), (1, 16, 64)
@@ -39,7 +39,7 @@ def gpu_target() -> str | None:
     """The ahead-of-time target of this machine's GPU, if it is a known one."""
     import torch
 
-    from flexspec.kernels.triton_spec import TARGETS
+    from flexspec.kernels.gpu.spec import TARGETS
 
     name = "sm_{}{}".format(*torch.cuda.get_device_capability())
     return name if name in TARGETS else None
@@ -47,9 +47,9 @@ def gpu_target() -> str | None:
 
 def kernels_for(variant: Variant, device: str, *, from_source: bool) -> dict[str, Kernels]:
     """The ways to launch a variant here: a binary compiled ahead of time, and if asked Triton's own launch."""
-    from flexspec.kernels.triton_aot import compile_variant
-    from flexspec.kernels.triton_launch import BinaryKernels, SourceKernels
-    from flexspec.kernels.triton_spec import TileConfig
+    from flexspec.kernels.gpu.aot import compile_variant
+    from flexspec.kernels.gpu.launch import BinaryKernels, SourceKernels
+    from flexspec.kernels.gpu.spec import TileConfig
 
     target = gpu_target() if device == "cuda" else None
     if target is None:
@@ -113,8 +113,8 @@ def time_case(shape: str, batch: int, context: int, tree: int, copy: float, devi
     """Time one layer: our kernels over a paged cache, and SDPA over K/V that already lie together."""
     import torch
 
-    from flexspec.kernels.attention_check import Case, Part, make_inputs, scale_of
-    from flexspec.kernels.tree_attention import step_tables, tree_attention
+    from flexspec.kernels.gpu.attention_check import Case, Part, make_inputs, scale_of
+    from flexspec.kernels.gpu.tree_attention import step_tables, tree_attention
     from flexspec.types import DType
 
     heads, kv_heads, head_dim = SHAPES[shape]

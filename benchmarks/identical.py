@@ -27,8 +27,8 @@ from benchmarks.measure import Answer, answer, answer_all, pooled_tokens_per_rou
 from examples.demo import compiled  # noqa: E402
 from flexspec.errors import FlexspecError  # noqa: E402
 from flexspec.runtime.drafters.plan import DraftPlan  # noqa: E402
-from flexspec.runtime.open_engine import open_engine  # noqa: E402
-from flexspec.runtime.serve_options import ServeOptions  # noqa: E402
+from flexspec.runtime.open.engine import open_engine  # noqa: E402
+from flexspec.runtime.open.serve_options import ServeOptions  # noqa: E402
 from flexspec.sampling import SamplingParams  # noqa: E402
 
 BUILD = ROOT / "build"

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from flexspec.runtime.api import Delta, RequestStats
-from flexspec.runtime.open_engine import Served, open_engine
-from flexspec.runtime.round import Clock
-from flexspec.runtime.serve_options import ServeOptions
+from flexspec.runtime.engine.api import Delta, RequestStats
+from flexspec.runtime.engine.round import Clock
+from flexspec.runtime.open.engine import Served, open_engine
+from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.sampling import SamplingParams
 
 Note = Callable[[int, int], None]

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from flexspec.kernels.cpu_build import find_compiler
+from flexspec.kernels.cpu.build import find_compiler
 
 SOURCE = Path(__file__).resolve().parent / "read_bandwidth.cpp"
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-Wno-psabi")

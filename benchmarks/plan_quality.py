@@ -16,13 +16,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from flexspec.compiler.acceptance_profile import open_acceptance  # noqa: E402
-from flexspec.compiler.explain import describe  # noqa: E402
-from flexspec.compiler.machine import open_machine, shipped_machines  # noqa: E402
-from flexspec.compiler.plan_choice import uniform_plans  # noqa: E402
-from flexspec.compiler.plan_models import open_profile  # noqa: E402
-from flexspec.compiler.problem import Problem, SsmPlace  # noqa: E402
-from flexspec.compiler.search import Candidate, search  # noqa: E402
+from flexspec.compiler.planner.explain import describe  # noqa: E402
+from flexspec.compiler.planner.plan_choice import uniform_plans  # noqa: E402
+from flexspec.compiler.planner.search import Candidate, search  # noqa: E402
+from flexspec.compiler.prices.acceptance_profile import open_acceptance  # noqa: E402
+from flexspec.compiler.prices.machine import open_machine, shipped_machines  # noqa: E402
+from flexspec.compiler.prices.plan_models import open_profile  # noqa: E402
+from flexspec.compiler.prices.problem import Problem, SsmPlace  # noqa: E402
 from flexspec.errors import PlanError  # noqa: E402
 from flexspec.types import DType  # noqa: E402
 

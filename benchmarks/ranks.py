@@ -15,13 +15,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from flexspec.compiler.artifact import Artifact
-from flexspec.compiler.model_record import PartRecord
-from flexspec.runtime.api import Delta
-from flexspec.runtime.distributed_executor import DistributedExecutor
-from flexspec.runtime.distributed_open import open_leader, run_follower
-from flexspec.runtime.open_engine import OpenLlm, Served, open_engine
-from flexspec.runtime.serve_options import ServeOptions
+from flexspec.compiler.artifact.model_record import PartRecord
+from flexspec.compiler.artifact.open import Artifact
+from flexspec.runtime.distributed.executor import DistributedExecutor
+from flexspec.runtime.distributed.open import open_leader, run_follower
+from flexspec.runtime.engine.api import Delta
+from flexspec.runtime.open.engine import OpenLlm, Served, open_engine
+from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.sampling import SamplingParams
 
 PROMPTS = (

@@ -25,9 +25,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.peers.prepare import read_prompts  # noqa: E402
 from examples.demo import Server  # noqa: E402
-from flexspec.compiler.artifact import open_artifact  # noqa: E402
-from flexspec.compiler.rank_record import RANKS_FILE, ranks_from_json  # noqa: E402
-from flexspec.runtime.tokenizer import Tokenizer  # noqa: E402
+from flexspec.compiler.artifact.open import open_artifact  # noqa: E402
+from flexspec.compiler.artifact.rank_record import RANKS_FILE, ranks_from_json  # noqa: E402
+from flexspec.runtime.text.tokenizer import Tokenizer  # noqa: E402
 
 HEADER = f"{'artifact':22}{'ranks':>6} {'draft':6}{'tokens':>8}{'tokens/round':>14}{'tokens/s':>10}{'differing':>11}"
 

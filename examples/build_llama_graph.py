@@ -12,12 +12,12 @@ from collections import Counter
 import numpy as np
 
 from flexspec.builder import GraphBuilder, StepInputs
-from flexspec.compiler.pipeline import LLM_PASSES, run_passes
+from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.graph import Graph, Value
 from flexspec.models.config import ModelConfig, RopeConfig
 from flexspec.models.registry import build_model, expected_weights
-from flexspec.runtime.reference_executor import ReferenceExecutor
-from flexspec.runtime.step import StepBatch
+from flexspec.runtime.executors.step import StepBatch
+from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.text import print_graph
 from flexspec.tree import TokenTree
 from flexspec.types import DType

@@ -32,7 +32,7 @@ _ROPE_FIELDS = {  # which fields a kind reads; the others are reset so that equa
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs every model reads, in the order executors feed them (see runtime/step.py for their meaning)."""
+    """The inputs every model reads, in the order executors feed them; runtime/executors/step.py says what they mean."""
 
     ids_T: Value
     positions_T: Value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from flexspec.compiler.pipeline import LLM_PASSES, SSM_PASSES
+from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES
 from flexspec.ops.record import all_records
 
 NOTE = (Path(__file__).parents[1] / "docs" / "design" / "graph.md").read_text()

@@ -18,9 +18,9 @@ from artifacts import VOCAB, compile_tiny, write_models
 from prometheus_client import CollectorRegistry
 
 from flexspec.cli.main import main
-from flexspec.kernels.cpu_build import supported_isas
-from flexspec.runtime.open_engine import open_engine
-from flexspec.runtime.serve_options import ServeOptions
+from flexspec.kernels.cpu.build import supported_isas
+from flexspec.runtime.open.engine import open_engine
+from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.runtime.server.app import create_app
 from flexspec.runtime.server.metrics import Metrics
 from flexspec.runtime.server.requests import Limits

@@ -16,10 +16,10 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.compiler.artifact.tensor_file import encode_tensors
 from flexspec.compiler.frontends.open_model import LoadedModel, open_model
-from flexspec.compiler.tensor_file import encode_tensors
-from flexspec.runtime.chat import ChatRenderer
-from flexspec.runtime.tokenizer import Tokenizer
+from flexspec.runtime.text.chat import ChatRenderer
+from flexspec.runtime.text.tokenizer import Tokenizer
 
 
 def to_bf16_bits(array: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.fetch_model import DEFAULT_PATH, fetch_model
 from benchmarks.peers.prepare import prepare
-from flexspec.runtime.tokenizer import Tokenizer
+from flexspec.runtime.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "peers"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flexspec.builder import GraphBuilder, StepInputs
-from flexspec.compiler.dead_values import dead_values
+from flexspec.compiler.passes.dead_values import dead_values
 from flexspec.graph import Attr, Graph, Value
 from flexspec.models.config import RopeConfig
 from flexspec.ops.rope import inverse_frequencies, rope_tables

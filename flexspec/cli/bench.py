@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from flexspec.cli.progress import progress_bars
     from flexspec.errors import ProfileError
-    from flexspec.runtime.bench_acceptance import DRAFTS, PROMPTS, measure_acceptance, read_prompts
+    from flexspec.runtime.measure.acceptance import DRAFTS, PROMPTS, measure_acceptance, read_prompts
 
     if not args.acceptance:
         raise ProfileError("bench without a subject", "--acceptance", "say what to measure")

@@ -25,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from flexspec.compiler.machine_writer import machine_toml
+    from flexspec.compiler.prices.machine_writer import machine_toml
     from flexspec.errors import MachineError
-    from flexspec.runtime.calibrate import calibrate
+    from flexspec.runtime.measure.calibrate import calibrate
 
     if not 1 <= args.ranks <= 256:
         raise MachineError(f"--ranks {args.ranks}", "1 to 256", "choose a number of cores")

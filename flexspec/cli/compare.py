@@ -9,17 +9,17 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flexspec.compiler.problem import Problem
+    from flexspec.compiler.prices.problem import Problem
 
 
 def compare(args: argparse.Namespace, problem: Problem) -> int:
     """Plans of ``args.compare``, or a list of our own where it names none."""
     from flexspec.cli.plan_options import TURNS
     from flexspec.cli.progress import progress_bars
-    from flexspec.compiler.compare_page import compare_json, compare_page
+    from flexspec.compiler.pages.compare_page import compare_json, compare_page
     from flexspec.errors import PlanError
-    from flexspec.runtime.compare import Effort, Models, run_trials
-    from flexspec.runtime.compare_trials import check_trials, trials_of_files, trials_of_machine
+    from flexspec.runtime.measure.run_plans import Effort, Models, run_trials
+    from flexspec.runtime.measure.trials import check_trials, trials_of_files, trials_of_machine
     from flexspec.types import DType
 
     turns = TURNS if args.turns is None else args.turns

@@ -51,13 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from flexspec.cli.progress import progress_bars
-    from flexspec.compiler.plan import OPEN_BATCH
-    from flexspec.compiler.plan_file import read_plan, wrong
+    from flexspec.compiler.artifact.plan import OPEN_BATCH
+    from flexspec.compiler.planner.plan_file import read_plan, wrong
     from flexspec.errors import CompileError
-    from flexspec.kernels.cpu_build import ISA_FLAGS
-    from flexspec.kernels.package import CompileOptions, compile_model
-    from flexspec.runtime.draft_ladder import parse_ladder
+    from flexspec.kernels.cpu.build import ISA_FLAGS
+    from flexspec.kernels.package.compile_model import CompileOptions, compile_model
     from flexspec.runtime.drafters.plan import DraftPlan, default_draft
+    from flexspec.runtime.open.ladder import parse_ladder
     from flexspec.types import DType
 
     targets, isas = _split(args.target), _split(args.isa)
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     with progress_bars() as progress:
         path, rows = compile_model(args.model, args.ssm, args.output, options, argv=argv, progress=progress)
     if rows:
-        from flexspec.kernels.triton_package import format_rows
+        from flexspec.kernels.gpu.package import format_rows
 
         print(format_rows(rows))
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

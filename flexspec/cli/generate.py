@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from flexspec.cli.running import serve_options
     from flexspec.errors import EngineError
-    from flexspec.runtime.api import Delta
-    from flexspec.runtime.open_engine import open_engine
+    from flexspec.runtime.engine.api import Delta
+    from flexspec.runtime.open.engine import open_engine
     from flexspec.sampling import SamplingParams
 
     params = SamplingParams(

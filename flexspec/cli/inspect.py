@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from flexspec.errors import ArtifactError, CompileError, ModelFileError
 
 if TYPE_CHECKING:
-    from flexspec.compiler.artifact import Artifact
+    from flexspec.compiler.artifact.open import Artifact
     from flexspec.compiler.frontends.loaded_model import LoadedModel
-    from flexspec.compiler.pipeline import Pass
+    from flexspec.compiler.passes.pipeline import Pass
     from flexspec.graph import Graph
 
 EPILOG = """\
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def _parts(args: argparse.Namespace) -> str:
     from flexspec.cli import inspect_parts as ranks
     from flexspec.cli.inspect_page import show
-    from flexspec.compiler.plan_file import read_plan
+    from flexspec.compiler.planner.plan_file import read_plan
 
     if is_artifact(args.what):
         raise ArtifactError(
@@ -90,15 +90,15 @@ def _parts(args: argparse.Namespace) -> str:
 
 def _emit(graph: Graph, form: str) -> str:
     if form == "mlir":
-        from flexspec.compiler.mlir import to_mlir
+        from flexspec.compiler.forms.mlir import to_mlir
 
         return to_mlir(graph)
     if form == "dot":
-        from flexspec.compiler.draw import to_dot
+        from flexspec.compiler.forms.draw import to_dot
 
         return to_dot(graph)
     if form == "json":
-        from flexspec.compiler.graph_json import graph_json
+        from flexspec.compiler.forms.graph_json import graph_json
 
         return graph_json(graph)
     from flexspec.text import print_graph
@@ -171,7 +171,7 @@ def _canonical(model: LoadedModel, args: argparse.Namespace) -> Graph:
 
 def _lower(graph: Graph, args: argparse.Namespace) -> Graph:
     """The graph after the passes of ``--model``, if they were asked for."""
-    from flexspec.compiler.pipeline import run_passes
+    from flexspec.compiler.passes.pipeline import run_passes
 
     passes = _passes(args)
     return run_passes(graph, passes) if args.lowered else graph
@@ -179,7 +179,7 @@ def _lower(graph: Graph, args: argparse.Namespace) -> Graph:
 
 def _passes(args: argparse.Namespace) -> tuple[Pass, ...]:
     """The passes of ``--model``. Raises CompileError for a name of no model."""
-    from flexspec.compiler.pipeline import LLM_PASSES, SSM_PASSES
+    from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES
 
     name = args.model or "llm"
     if not re.fullmatch(r"llm|ssm\d*", name):
@@ -188,7 +188,7 @@ def _passes(args: argparse.Namespace) -> tuple[Pass, ...]:
 
 
 def _open(path: Path) -> Artifact:
-    from flexspec.compiler.artifact import open_artifact
+    from flexspec.compiler.artifact.open import open_artifact
 
     return open_artifact(path)
 
@@ -197,7 +197,7 @@ def is_artifact(path: Path) -> bool:
     """A folder with a manifest, or a zip file with one; anything that is called .fspec is meant to be one."""
     import zipfile
 
-    from flexspec.compiler.manifest import MANIFEST_NAME
+    from flexspec.compiler.artifact.manifest import MANIFEST_NAME
 
     if path.suffix == ".fspec" or (path / MANIFEST_NAME).is_file():
         return True
@@ -232,7 +232,7 @@ def _read_graph(path: Path) -> Graph:
     except (OSError, UnicodeDecodeError) as error:
         raise ModelFileError(f"{path}: {error}", "a graph as UTF-8 text", "check the file") from None
     if _first_word(path) != "graph":
-        from flexspec.compiler.mlir import from_mlir
+        from flexspec.compiler.forms.mlir import from_mlir
 
         return from_mlir(text)
     graph = parse_graph(text)

@@ -12,9 +12,9 @@ from flexspec.errors import ArtifactError
 from flexspec.types import Role
 
 if TYPE_CHECKING:
-    from flexspec.compiler.artifact import Artifact
+    from flexspec.compiler.artifact.model_record import PartRecord
+    from flexspec.compiler.artifact.open import Artifact
     from flexspec.compiler.frontends.loaded_model import LoadedModel
-    from flexspec.compiler.model_record import PartRecord
     from flexspec.graph import Graph
     from flexspec.models.config import ModelConfig
 
@@ -24,8 +24,8 @@ _OPEN_BATCH = 1 << 30
 
 def artifact_page(artifact: Artifact) -> Page:
     """Everything an artifact says of itself. Raises ArtifactError for parts that are missing or damaged."""
-    from flexspec.compiler.model_record import record_from_json
-    from flexspec.compiler.plan import plan_from_json
+    from flexspec.compiler.artifact.model_record import record_from_json
+    from flexspec.compiler.artifact.plan import plan_from_json
 
     manifest = artifact.manifest
     record = record_from_json(artifact.read_json("model.json"))
@@ -85,7 +85,7 @@ def _part_row(part: PartRecord, dtype: str) -> dict[str, Any]:
 
 def part_page(artifact: Artifact, name: str, graph: Graph) -> Page:
     """One model of an artifact, and its graph as the artifact holds it. ``name`` is known to be one of its models."""
-    from flexspec.compiler.model_record import record_from_json
+    from flexspec.compiler.artifact.model_record import record_from_json
 
     record = record_from_json(artifact.read_json("model.json"))
     part = next((part for part in record.models if part.name == name), None)
@@ -168,7 +168,7 @@ def _experts(config: ModelConfig) -> Page:
 
 def graph_page(graph: Graph, form: str) -> Page:
     """Size and make-up of a graph; ``form`` says whether it is canonical (as built), lowered (after the passes)..."""
-    from flexspec.compiler.draw import find_repeat
+    from flexspec.compiler.forms.draw import find_repeat
 
     weights = [value.type for value in graph.inputs_of(Role.WEIGHT)]
     known = [kind for kind in weights if all(isinstance(dim, int) for dim in kind.dims)]

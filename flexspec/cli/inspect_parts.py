@@ -14,16 +14,16 @@ from flexspec.types import Role
 
 if TYPE_CHECKING:
     from flexspec.cli.inspect_page import Page
-    from flexspec.compiler.partition import RankPart
-    from flexspec.compiler.plan import Plan
-    from flexspec.compiler.shares import WeightSlice
+    from flexspec.compiler.artifact.plan import Plan
+    from flexspec.compiler.partition.cut_ranks import RankPart
+    from flexspec.compiler.partition.shares import WeightSlice
     from flexspec.graph import Graph
 
 
 def cut_parts(graph: Graph, plan: Plan, passes: Sequence[Any] | None) -> tuple[RankPart, ...]:
     """The parts of all ranks, after the passes if there are any. Raises PartitionError."""
-    from flexspec.compiler.partition import partition
-    from flexspec.compiler.pipeline import lower_ranks
+    from flexspec.compiler.partition.cut_ranks import partition
+    from flexspec.compiler.passes.pipeline import lower_ranks
 
     return partition(graph, plan.stages) if passes is None else lower_ranks(graph, plan.stages, passes)
 

@@ -67,8 +67,8 @@ def launch(args: argparse.Namespace) -> NoReturn:
 
 def _check(args: argparse.Namespace) -> int:
     """The port to serve on, if ranks can be started."""
-    from flexspec.compiler.artifact import open_artifact
-    from flexspec.compiler.rank_record import RANKS_FILE, ranks_from_json
+    from flexspec.compiler.artifact.open import open_artifact
+    from flexspec.compiler.artifact.rank_record import RANKS_FILE, ranks_from_json
     from flexspec.runtime.server.listen import reserve_port
 
     if not 1 <= args.ranks <= MOST_RANKS:
@@ -113,7 +113,7 @@ def _catch_signals() -> tuple[list[int], list[int]]:
 def _keep_running(
     arguments: Sequence[str], ranks: int, restarts: int, words: Path, signals: list[int], stops: list[int]
 ) -> int:
-    from flexspec.runtime.distributed_launch import run_ranks
+    from flexspec.runtime.distributed.launch import run_ranks
 
     used = 0
     while True:

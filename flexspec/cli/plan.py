@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flexspec.compiler.acceptance_profile import AcceptanceProfile
-    from flexspec.compiler.plan import Plan
-    from flexspec.compiler.plan_choice import Layout
-    from flexspec.compiler.problem import Problem
-    from flexspec.compiler.search import Candidate
+    from flexspec.compiler.artifact.plan import Plan
+    from flexspec.compiler.planner.plan_choice import Layout
+    from flexspec.compiler.planner.search import Candidate
+    from flexspec.compiler.prices.acceptance_profile import AcceptanceProfile
+    from flexspec.compiler.prices.problem import Problem
 
 EPILOG = """\
 MODEL and SSM need no weights: a bare config.json is enough. M is a TOML file or one that ships (`--machine list` names
@@ -77,11 +77,11 @@ def run(args: argparse.Namespace) -> int:
         return _pareto(problem, args.json)
     if args.score:
         return _score(args, problem, acceptance)
-    from flexspec.compiler.explain import explain
-    from flexspec.compiler.plan_choice import make_plan, place_devices
-    from flexspec.compiler.plan_page import plan_json, plan_page
-    from flexspec.compiler.prove import prove
-    from flexspec.compiler.search import search
+    from flexspec.compiler.pages.plan_page import plan_json, plan_page
+    from flexspec.compiler.planner.explain import explain
+    from flexspec.compiler.planner.plan_choice import make_plan, place_devices
+    from flexspec.compiler.planner.prove import prove
+    from flexspec.compiler.planner.search import search
 
     found = search(problem)
     certificate = prove(problem, found[0].value_us) if args.prove else None
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list_machines() -> int:
-    from flexspec.compiler.machine import open_machine, shipped_machines
+    from flexspec.compiler.prices.machine import open_machine, shipped_machines
 
     for name in shipped_machines():
         print(f"{name:10s} {open_machine(name).about}")
@@ -110,10 +110,10 @@ def _list_machines() -> int:
 
 
 def _problem(args: argparse.Namespace) -> tuple[Problem, AcceptanceProfile | None]:
-    from flexspec.compiler.acceptance_profile import find_acceptance, open_acceptance
-    from flexspec.compiler.machine import open_machine
-    from flexspec.compiler.plan_models import check_same_vocabulary, open_profile
-    from flexspec.compiler.problem import Problem
+    from flexspec.compiler.prices.acceptance_profile import find_acceptance, open_acceptance
+    from flexspec.compiler.prices.machine import open_machine
+    from flexspec.compiler.prices.plan_models import check_same_vocabulary, open_profile
+    from flexspec.compiler.prices.problem import Problem
     from flexspec.errors import PlanError, ProfileError
     from flexspec.types import DType
 
@@ -151,8 +151,8 @@ def _degrees(text: str | None, largest: int) -> tuple[int, ...]:
 
 
 def _pareto(problem: Problem, as_json: bool) -> int:
-    from flexspec.compiler.explain import describe
-    from flexspec.compiler.search import no_plan, pareto_front
+    from flexspec.compiler.planner.explain import describe
+    from flexspec.compiler.planner.search import no_plan, pareto_front
 
     front = pareto_front(problem)
     if not front:
@@ -172,10 +172,10 @@ def _pareto(problem: Problem, as_json: bool) -> int:
 
 
 def _score(args: argparse.Namespace, problem: Problem, acceptance: AcceptanceProfile | None) -> int:
-    from flexspec.compiler.plan_file import read_hand_plan
-    from flexspec.compiler.plan_page import plan_json, score_page
-    from flexspec.compiler.score_plan import hand_layout, priced_plan, score_plan
-    from flexspec.compiler.search import search
+    from flexspec.compiler.pages.plan_page import plan_json, score_page
+    from flexspec.compiler.planner.plan_file import read_hand_plan
+    from flexspec.compiler.planner.score_plan import hand_layout, priced_plan, score_plan
+    from flexspec.compiler.planner.search import search
     from flexspec.errors import PlanError
 
     hand = read_hand_plan(args.score, problem.requests)
@@ -199,7 +199,7 @@ def _score(args: argparse.Namespace, problem: Problem, acceptance: AcceptancePro
 
 def _draw(args: argparse.Namespace, problem: Problem, plan: Candidate, layout: Layout) -> None:
     if args.svg:
-        from flexspec.compiler.draw_plan import plan_svg
+        from flexspec.compiler.pages.draw_plan import plan_svg
 
         _write(args.svg, plan_svg(problem, plan, layout), "picture")
 

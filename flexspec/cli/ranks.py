@@ -14,8 +14,8 @@ from flexspec.errors import CapacityError, EngineError, FlexspecError, Toolchain
 from flexspec.exits import rank_gone
 
 if TYPE_CHECKING:
-    from flexspec.runtime.open_engine import OpenLlm
-    from flexspec.runtime.serve_options import ServeOptions
+    from flexspec.runtime.open.engine import OpenLlm
+    from flexspec.runtime.open.serve_options import ServeOptions
 
 # Set by launch.py for the ranks that it starts, and by no one else.
 LAUNCHER = "FLEXSPEC_LAUNCHER"  # its process id
@@ -82,7 +82,7 @@ def _run(artifact: Path, options: ServeOptions, serve: Callable[[OpenLlm | None]
     if world_size() == 1:
         return serve(None)
     try:
-        from flexspec.runtime.distributed_open import open_leader, run_follower
+        from flexspec.runtime.distributed.open import open_leader, run_follower
     except ImportError as error:
         raise ToolchainError(f"several ranks without PyTorch ({error})", "torch >= 2.11", "pip install torch") from None
     if os.environ.get("RANK") == "0":

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flexspec.runtime.serve_options import ServeOptions
+    from flexspec.runtime.open.serve_options import ServeOptions
 
 
 DRAFT_PLANS = """\
@@ -50,7 +50,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def serve_options(args: argparse.Namespace) -> ServeOptions:
     """The options, and the environment that the device needs. Raises CapacityError for numbers that cannot work."""
     from flexspec.errors import CapacityError
-    from flexspec.runtime.serve_options import ServeOptions
+    from flexspec.runtime.open.serve_options import ServeOptions
 
     for name, low, high in (
         ("threads", 0, 512),

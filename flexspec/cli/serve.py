@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from socket import socket
 
-    from flexspec.runtime.engine_thread import EngineThread
-    from flexspec.runtime.open_engine import OpenLlm, Served
-    from flexspec.runtime.serve_options import ServeOptions
+    from flexspec.runtime.engine.thread import EngineThread
+    from flexspec.runtime.open.engine import OpenLlm, Served
+    from flexspec.runtime.open.serve_options import ServeOptions
 
 EPILOG = """\
 example:
@@ -78,7 +78,7 @@ def _serve_on_port(args: argparse.Namespace, options: ServeOptions, open_llm: Op
 
 def _end_with_ranks(served: Served, thread: EngineThread) -> None:
     """Between steps too: a server that cannot answer any more should not wait for a request to find out."""
-    from flexspec.runtime.distributed_executor import DistributedExecutor
+    from flexspec.runtime.distributed.executor import DistributedExecutor
 
     if isinstance(served.engine.executor, DistributedExecutor):
         served.engine.executor.on_loss(thread.fail)
@@ -88,8 +88,8 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, op
     from prometheus_client import CollectorRegistry
 
     from flexspec.cli.ranks import tell_end, world_size
-    from flexspec.runtime.engine_thread import EngineThread
-    from flexspec.runtime.open_engine import open_engine
+    from flexspec.runtime.engine.thread import EngineThread
+    from flexspec.runtime.open.engine import open_engine
     from flexspec.runtime.server.app import create_app
     from flexspec.runtime.server.metrics import Metrics
     from flexspec.runtime.server.requests import Limits

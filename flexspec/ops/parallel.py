@@ -1,8 +1,8 @@
 """What ranks do together: partition, combine, replicate, reduce (all-reduce), send and recv.
 
-Model files never call them; compiler/partition.py writes them. The reference of an exchange reads the operands of all
-ranks of its group, in the group's order, and gives what each of them then holds: a transport collects the operands and
-calls it, or does the same by messages. ``partition`` is local.
+Model files never call them; compiler/partition/cut_ranks.py writes them. The reference of an exchange reads the
+operands of all ranks of its group, in the group's order, and gives what each of them then holds: a transport collects
+the operands and calls it, or does the same by messages. ``partition`` is local.
 """
 
 from __future__ import annotations

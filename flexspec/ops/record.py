@@ -2,8 +2,8 @@
 
 An operator family is one file in this folder; it builds records and registers them with :func:`register`. Verifier,
 builder, text form, MLIR dialect, executors and code generators read records instead of testing an operator's name. Two
-kinds of code do name operators: the passes, which rewrite them, and kernels/cpu_facts.py, where the tables of embedding
-and rope bound the ids and positions of a program. compiler/partition.py cuts graphs by ``layouts``.
+kinds of code do name operators: the passes, which rewrite them, and kernels/cpu/facts.py, where the tables of embedding
+and rope bound the ids and positions of a program. compiler/partition/cut_ranks.py cuts graphs by ``layouts``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TpLayout:
 class KernelKey:
     """Which kernel family runs the operator on each backend.
 
-    ``cpu`` is a key of kernels/cpu_emit.py's EMITTERS, or "rowwise" with ``cpu_expr``: a C++ expression over ``x0`` and
+    ``cpu`` is a key of kernels/cpu/emit.py's EMITTERS, or "rowwise" with ``cpu_expr``: a C++ expression over ``x0`` and
     ``x1``, vectors of 16 floats (templates/cpu/simd.h offers fs_exp, fs_tanh, vmax, vmin and ``mask ? a : b``), with
     ``{name}`` for each attribute. ``triton`` names a Triton template, or "torch" when the reference (cuBLAS through
     torch) is the kernel.

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.compiler.model_record import PartRecord
+from flexspec.compiler.artifact.model_record import PartRecord
 from flexspec.runtime.drafters.plan import DraftPlan
 from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.sampling import SamplingParams

@@ -1,7 +1,7 @@
 """Drafts from a back-off n-gram table of the LLM's own text: no network, microseconds a tree.
 
-Owns the lookup and the best-first expansion; compiler/ngram_table.py owns the table. Lookups bisect memory-mapped
-arrays through memoryviews, which is several times cheaper than numpy for one value; what was looked up is
+Owns the lookup and the best-first expansion; compiler/artifact/ngram_table.py owns the table. Lookups bisect
+memory-mapped arrays through memoryviews, which is several times cheaper than numpy for one value; what was looked up is
 cached per context.
 """
 
@@ -15,7 +15,7 @@ from math import exp
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.compiler.ngram_table import PROB_STEP, SUCCESSORS, Arrays, check_table, extend_hash
+from flexspec.compiler.artifact.ngram_table import PROB_STEP, SUCCESSORS, Arrays, check_table, extend_hash
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.tree import TokenTree
 

@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.errors import CapacityError
+from flexspec.runtime.acceptance.noise import DraftNoise, draft_child
+from flexspec.runtime.acceptance.transforms import target_law
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.expand import Expansion, Growth
 from flexspec.runtime.drafters.plan import DraftPlan
 from flexspec.runtime.drafters.ssm_context import Context, Job
 from flexspec.runtime.drafters.worth import StepWorth
-from flexspec.runtime.noise import DraftNoise, draft_child
-from flexspec.runtime.pages import PageAllocator, RowGroup, pack_rows
-from flexspec.runtime.step import Executor
-from flexspec.runtime.transforms import target_law
+from flexspec.runtime.executors.pages import PageAllocator, RowGroup, pack_rows
+from flexspec.runtime.executors.step import Executor
 from flexspec.tree import TokenTree
 
 _USUAL_PENDING = 16  # tokens a request that wait for a usual round's first step, at most

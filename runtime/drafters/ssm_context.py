@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.runtime.acceptance.noise import DraftNoise
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.expand import Expansion, Growth
-from flexspec.runtime.noise import DraftNoise
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from flexspec.runtime.api import Delta, EngineClient, RequestStats
+from flexspec.runtime.engine.api import Delta, EngineClient, RequestStats
 from flexspec.runtime.server.drain import Drain
 from flexspec.runtime.server.failures import NO_REASON, engine_error, shutting_down
 from flexspec.runtime.server.openai import (

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 
 import flexspec
 from flexspec.errors import FlexspecError, RequestError
-from flexspec.runtime.api import EngineClient
+from flexspec.runtime.engine.api import EngineClient
 from flexspec.runtime.server.answer import Answer
 from flexspec.runtime.server.drain import Drain
 from flexspec.runtime.server.failures import Failure, HttpError, failure_of, shutting_down, wrong_model

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexspec.runtime.api import RequestStats
+from flexspec.runtime.engine.api import RequestStats
 
 Json = dict[str, Any]
 

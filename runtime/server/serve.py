@@ -15,7 +15,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from flexspec.runtime.api import EngineClient
+from flexspec.runtime.engine.api import EngineClient
 from flexspec.runtime.server.answer import CUT_WAIT_S
 from flexspec.runtime.server.drain import Drain
 from flexspec.runtime.server.listen import BACKLOG

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from flexspec.compiler.artifact.ngram_table import Arrays, save_table
 from flexspec.compiler.frontends.loaded_model import LoadedModel
-from flexspec.compiler.ngram_table import Arrays, save_table
 from flexspec.errors import TuneError
 from flexspec.models.config import RopeConfig
 from flexspec.runtime.tune.config import TuneConfig

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.errors import CapacityError
-from flexspec.runtime.step import Executor, StepBatch, StepResult
+from flexspec.runtime.executors.step import Executor, StepBatch, StepResult
 from flexspec.runtime.tune.config import GenerateConfig
 from flexspec.runtime.tune.corpus import (
     Conversation,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from flexspec.compiler.frontends.loaded_model import LoadedModel
-from flexspec.compiler.pipeline import LLM_PASSES, run_passes
+from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.errors import TokenizerError
 from flexspec.models.llama import build_llama
-from flexspec.runtime.chat import render_chat
-from flexspec.runtime.cpu_executor import CpuExecutor
-from flexspec.runtime.tokenizer import Tokenizer
+from flexspec.runtime.executors.cpu import CpuExecutor
+from flexspec.runtime.text.chat import render_chat
+from flexspec.runtime.text.tokenizer import Tokenizer
 from flexspec.runtime.tune.prompts import ChatFrame
 from flexspec.types import DType
 

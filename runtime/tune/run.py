@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
+from flexspec.compiler.artifact.ngram_table import build_table
 from flexspec.compiler.frontends.open_model import LoadedModel, open_model
-from flexspec.compiler.ngram_table import build_table
 from flexspec.ops.rope import rope_tables
-from flexspec.runtime.step import Executor
+from flexspec.runtime.executors.step import Executor
 from flexspec.runtime.tune.config import TuneConfig
 from flexspec.runtime.tune.corpus import Conversation, kept_tokens, read_corpus, sequences, shard_exists, split
 from flexspec.runtime.tune.evaluate import HitRates, hit_rates

@@ -15,7 +15,7 @@ from benchmarks.peers.prepare import prepare, read_prompts, to_bf16_bits
 from benchmarks.peers.run import is_sane, summarise
 from benchmarks.peers.worker import Job, generate
 from flexspec.compiler.frontends.open_model import open_model
-from flexspec.runtime.tokenizer import Tokenizer
+from flexspec.runtime.text.tokenizer import Tokenizer
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts.jsonl"
 CATEGORIES = {

@@ -16,7 +16,7 @@ from artifacts import compile_tiny, write_models
 from commands import command, environment, flexspec
 
 from flexspec.cli.main import COMMANDS, build_parser, main
-from flexspec.kernels.cpu_build import supported_isas
+from flexspec.kernels.cpu.build import supported_isas
 
 BEST = supported_isas()[0]
 

@@ -15,7 +15,7 @@ from commands import flexspec, serving
 
 from flexspec.cli.main import main
 from flexspec.compiler.frontends.open_model import open_model
-from flexspec.kernels.cpu_build import supported_isas
+from flexspec.kernels.cpu.build import supported_isas
 
 PROMPT, TOKENS = "hello 12 hello", 40
 

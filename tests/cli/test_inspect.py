@@ -10,11 +10,11 @@ import pytest
 from tiny_models import byte_level_tokens, random_weights, write_gguf, write_huggingface
 
 from flexspec.cli.main import main
-from flexspec.compiler.artifact_writer import ArtifactWriter
-from flexspec.compiler.artifact_zip import pack_artifact
-from flexspec.compiler.model_record import ModelRecord, PartRecord
-from flexspec.compiler.pipeline import LLM_PASSES, SSM_PASSES, run_passes
-from flexspec.compiler.plan import single_rank
+from flexspec.compiler.artifact.model_record import ModelRecord, PartRecord
+from flexspec.compiler.artifact.plan import single_rank
+from flexspec.compiler.artifact.write import ArtifactWriter
+from flexspec.compiler.artifact.zip import pack_artifact
+from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES, run_passes
 from flexspec.graph import Graph
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model

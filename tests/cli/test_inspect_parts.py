@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from flexspec.cli.main import main
-from flexspec.compiler.partition import partition
-from flexspec.compiler.pipeline import LLM_PASSES, lower_ranks
-from flexspec.compiler.plan import Plan, Stage
+from flexspec.compiler.artifact.plan import Plan, Stage
+from flexspec.compiler.partition.cut_ranks import partition
+from flexspec.compiler.passes.pipeline import LLM_PASSES, lower_ranks
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model
 from flexspec.text import parse_graph, print_graph

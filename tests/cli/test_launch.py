@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexspec.cli import launch
-from flexspec.runtime import distributed_launch
+from flexspec.runtime.distributed import launch as distributed_launch
 
 GONE = "another rank is gone or silent (Connection closed by peer)"
 KILL, TERM, CRASH = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from flexspec.cli import main as cli
-from flexspec.compiler.machine import MACHINES
-from flexspec.compiler.plan import plan_from_json
+from flexspec.compiler.artifact.plan import plan_from_json
+from flexspec.compiler.prices.machine import MACHINES
 from repository import ROOT
 
 CONFIGS = ROOT / "examples" / "configs"
@@ -262,7 +262,7 @@ def test_options_are_honoured_or_refused_before_the_search(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delattr("flexspec.compiler.search.search")
+    monkeypatch.delattr("flexspec.compiler.planner.search.search")
     code, out, err = run(capsys, *arguments)
     assert code == 2 and out == "" and message in err and "Fix:" in err and not list(tmp_path.iterdir())
 

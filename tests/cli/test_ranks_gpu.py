@@ -10,7 +10,7 @@ import pytest
 from commands import flexspec, serving
 
 from benchmarks import gpu_serve
-from flexspec.kernels.cpu_build import supported_isas
+from flexspec.kernels.cpu.build import supported_isas
 
 PLANS = {
     "tensor": 'ssm = "all"\ndraft = "tree:2,2,1"\n[[stages]]\nblocks = 2\ndevices = [0, 1]\n',

@@ -16,9 +16,9 @@ from commands import serving
 from rank_servers import rank_processes, texts_of_one_rank
 from tiny_models import random_weights, write_gguf, write_huggingface
 
-from flexspec.compiler.plan import Plan, Stage
-from flexspec.kernels.cpu_build import supported_isas
-from flexspec.kernels.package import CompileOptions, compile_model
+from flexspec.compiler.artifact.plan import Plan, Stage
+from flexspec.kernels.cpu.build import supported_isas
+from flexspec.kernels.package.compile_model import CompileOptions, compile_model
 from flexspec.sampling import SamplingParams
 from flexspec.types import DType
 

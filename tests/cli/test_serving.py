@@ -16,9 +16,9 @@ from artifacts import compile_tiny
 from commands import Server, flexspec, serving
 from prometheus_client import CollectorRegistry
 
-from flexspec.runtime.engine_thread import EngineThread
-from flexspec.runtime.open_engine import open_engine
-from flexspec.runtime.serve_options import ServeOptions
+from flexspec.runtime.engine.thread import EngineThread
+from flexspec.runtime.open.engine import open_engine
+from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.runtime.server.app import create_app
 from flexspec.runtime.server.metrics import Metrics
 from flexspec.runtime.server.requests import Limits

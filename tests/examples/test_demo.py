@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.measure import Answer, Comparison, Pair
 from examples.demo import Server, curl, report
-from flexspec.runtime.api import RequestStats
-from flexspec.runtime.engine import Clock
+from flexspec.runtime.engine.api import RequestStats
+from flexspec.runtime.engine.engine import Clock
 
 SLOW_START = """
 import sys, time, http.server

@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers
 
-from flexspec.compiler.pipeline import LLM_PASSES, SSM_PASSES, run_passes
+from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES, run_passes
 from flexspec.errors import GraphError, ModelConfigError
 from flexspec.models.config import ModelConfig
 from flexspec.models.fused_state import build_fused_state, graft_fuse_head
 from flexspec.models.registry import build_model, expected_weights
-from flexspec.runtime.reference_executor import ReferenceExecutor
-from flexspec.runtime.step import StepBatch
+from flexspec.runtime.executors.step import StepBatch
+from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.tree import TokenTree
 from flexspec.types import DType
 

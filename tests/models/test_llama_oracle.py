@@ -11,11 +11,11 @@ import torch
 import transformers
 from transformers_oracle import expected_logits
 
-from flexspec.compiler.pipeline import LLM_PASSES, run_passes
+from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.models.config import ModelConfig, RopeConfig
 from flexspec.models.registry import build_model, expected_weights
-from flexspec.runtime.reference_executor import ReferenceExecutor
-from flexspec.runtime.step import StepBatch
+from flexspec.runtime.executors.step import StepBatch
+from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.tree import TokenTree
 from flexspec.types import PAGE_TOKENS, DType
 

@@ -19,12 +19,12 @@ from transformers_oracle import expected_logits
 
 from flexspec.compiler.frontends.loaded_model import LoadedModel
 from flexspec.compiler.frontends.open_model import check_weights, open_model
-from flexspec.compiler.pipeline import LLM_PASSES, run_passes
+from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.errors import ModelConfigError, WeightError
 from flexspec.graph import Graph
 from flexspec.models.registry import build_model, expected_weights
-from flexspec.runtime.pages import pack_rows
-from flexspec.runtime.reference_executor import ReferenceExecutor
+from flexspec.runtime.executors.pages import pack_rows
+from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.tree import TokenTree
 from flexspec.types import DType
 

@@ -13,13 +13,13 @@ from step_models import chain_rows, on_cpu, random_weights
 
 import flexspec.ops
 from flexspec.builder import GraphBuilder
-from flexspec.compiler.pipeline import LLM_PASSES, run_passes
+from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.errors import CompileError, GraphError
 from flexspec.graph import Graph
-from flexspec.kernels.cpu_render import render
+from flexspec.kernels.cpu.render import render
 from flexspec.kernels.reference import run_graph
 from flexspec.ops import record
-from flexspec.runtime.pages import pack_rows
+from flexspec.runtime.executors.pages import pack_rows
 from flexspec.text import parse_graph, print_graph
 from flexspec.types import DType
 from flexspec.verifier import verify

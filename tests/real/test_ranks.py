@@ -9,14 +9,14 @@ import pytest
 from numpy.typing import NDArray
 from step_models import chain_rows
 
+from flexspec.compiler.artifact.plan import Stage
 from flexspec.compiler.frontends.open_model import open_model
-from flexspec.compiler.partition import partition
-from flexspec.compiler.plan import Stage
+from flexspec.compiler.partition.cut_ranks import partition
 from flexspec.models.registry import build_model, expected_weights
-from flexspec.runtime.pages import pack_rows
-from flexspec.runtime.reference_executor import ReferenceExecutor
-from flexspec.runtime.reference_ranks import ReferenceRanks
-from flexspec.runtime.step import Executor
+from flexspec.runtime.executors.pages import pack_rows
+from flexspec.runtime.executors.step import Executor
+from flexspec.runtime.reference.executor import ReferenceExecutor
+from flexspec.runtime.reference.ranks import ReferenceRanks
 from flexspec.types import DType
 from repository import ROOT
 

@@ -18,23 +18,23 @@ from step_models import chain_rows, random_tree, tree_rows
 
 from benchmarks.measure import Answer, answer, answer_all
 from flexspec.compiler.frontends.open_model import check_weights, open_model
-from flexspec.compiler.pipeline import LLM_PASSES, run_passes
-from flexspec.kernels.cpu_build import supported_isas
-from flexspec.kernels.package import CompileOptions, compile_model
+from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
+from flexspec.kernels.cpu.build import supported_isas
+from flexspec.kernels.package.compile_model import CompileOptions, compile_model
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model, expected_weights
-from flexspec.runtime.cpu_executor import CpuExecutor
 from flexspec.runtime.drafters.base import Drafter, DraftRequest
 from flexspec.runtime.drafters.budget import StepCost
 from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
-from flexspec.runtime.engine import Engine
-from flexspec.runtime.open_engine import Served, open_engine
-from flexspec.runtime.pages import RowGroup, pack_rows
-from flexspec.runtime.scheduler import Limits
-from flexspec.runtime.serve_options import ServeOptions
-from flexspec.runtime.tokenizer import Detokenizer, Tokenizer
+from flexspec.runtime.engine.engine import Engine
+from flexspec.runtime.engine.scheduler import Limits
+from flexspec.runtime.executors.cpu import CpuExecutor
+from flexspec.runtime.executors.pages import RowGroup, pack_rows
+from flexspec.runtime.open.engine import Served, open_engine
+from flexspec.runtime.open.serve_options import ServeOptions
+from flexspec.runtime.text.tokenizer import Detokenizer, Tokenizer
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree
 from flexspec.types import DType

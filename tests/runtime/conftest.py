@@ -10,7 +10,7 @@ from step_models import on_cpu, random_weights, tiny_config, tiny_llm
 
 from flexspec.models.fused_state import graft_fuse_head
 from flexspec.models.registry import build_model
-from flexspec.runtime.step import Executor
+from flexspec.runtime.executors.step import Executor
 from flexspec.types import DType
 
 

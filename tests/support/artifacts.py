@@ -12,9 +12,9 @@ from typing import Any
 
 import tiny_models
 
-from flexspec.compiler.manifest import MANIFEST_NAME, FileEntry, decode_manifest, encode_manifest
-from flexspec.kernels.cpu_build import supported_isas
-from flexspec.kernels.package import CompileOptions, compile_model
+from flexspec.compiler.artifact.manifest import MANIFEST_NAME, FileEntry, decode_manifest, encode_manifest
+from flexspec.kernels.cpu.build import supported_isas
+from flexspec.kernels.package.compile_model import CompileOptions, compile_model
 from flexspec.types import DType
 
 VOCAB = len(tiny_models.byte_level_tokens())

@@ -9,7 +9,7 @@ import numpy as np
 from engine_runs import Answer, make_engine
 from step_models import tiny_config
 
-from flexspec.runtime.step import Executor
+from flexspec.runtime.executors.step import Executor
 from flexspec.sampling import SamplingParams
 from flexspec.types import DType
 

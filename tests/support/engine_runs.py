@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.compiler.ngram_table import build_table
-from flexspec.runtime.api import Delta
+from flexspec.compiler.artifact.ngram_table import build_table
 from flexspec.runtime.drafters.base import Drafter
 from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
 from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
-from flexspec.runtime.engine import Engine
-from flexspec.runtime.observer import Observer
-from flexspec.runtime.scheduler import Limits
-from flexspec.runtime.step import Executor, StepBatch, StepResult
-from flexspec.runtime.top_successors import top_successors
+from flexspec.runtime.engine.api import Delta
+from flexspec.runtime.engine.engine import Engine
+from flexspec.runtime.engine.observer import Observer
+from flexspec.runtime.engine.scheduler import Limits
+from flexspec.runtime.executors.step import Executor, StepBatch, StepResult
+from flexspec.runtime.executors.top_successors import top_successors
 from flexspec.sampling import SamplingParams
 
 

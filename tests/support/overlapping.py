@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from engine_runs import Wrapped
 from table_ssm import TableSsm
 
-from flexspec.runtime.distributed_drafts import Bytes, DraftHost
+from flexspec.runtime.distributed.drafts import Bytes, DraftHost
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.ssm import SsmDrafter
-from flexspec.runtime.step import Executor, StepBatch, StepResult
+from flexspec.runtime.executors.step import Executor, StepBatch, StepResult
 from flexspec.tree import TokenTree
 
 

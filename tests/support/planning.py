@@ -6,10 +6,10 @@ import functools
 import random
 from dataclasses import replace
 
-from flexspec.compiler.acceptance_profile import DraftEntry
-from flexspec.compiler.machine import Constant, Device, Link, Machine, NodeKind
-from flexspec.compiler.problem import Problem
-from flexspec.compiler.profile import ModelProfile, profile_model
+from flexspec.compiler.prices.acceptance_profile import DraftEntry
+from flexspec.compiler.prices.machine import Constant, Device, Link, Machine, NodeKind
+from flexspec.compiler.prices.problem import Problem
+from flexspec.compiler.prices.profile import ModelProfile, profile_model
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model
 from flexspec.types import DType

@@ -9,11 +9,11 @@ from pathlib import Path
 from artifacts import PLAN, VOCAB
 from tiny_models import random_weights, write_gguf, write_huggingface
 
-from flexspec.compiler.plan import Plan, Stage
-from flexspec.kernels.cpu_build import supported_isas
-from flexspec.kernels.package import CompileOptions, compile_model
-from flexspec.runtime.open_engine import open_engine
-from flexspec.runtime.serve_options import ServeOptions
+from flexspec.compiler.artifact.plan import Plan, Stage
+from flexspec.kernels.cpu.build import supported_isas
+from flexspec.kernels.package.compile_model import CompileOptions, compile_model
+from flexspec.runtime.open.engine import open_engine
+from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.sampling import SamplingParams
 from flexspec.types import DType
 

@@ -26,7 +26,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    """Import name of a source file: ``runtime/step.py`` is ``flexspec.runtime.step``."""
+    """Import name of a source file: ``runtime/executors/step.py`` is ``flexspec.runtime.executors.step``."""
     parts = path.with_suffix("").parts
     if parts[0] in LINKED:
         parts = ("flexspec", *parts)

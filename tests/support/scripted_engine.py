@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from flexspec.runtime.api import Delta, EngineLoad, OnDelta, RequestStats
+from flexspec.runtime.engine.api import Delta, EngineLoad, OnDelta, RequestStats
 from flexspec.sampling import SamplingParams
 
 BOS = 256

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.compiler.pipeline import LLM_PASSES, run_passes
+from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.graph import Graph
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model, expected_weights
-from flexspec.runtime.cpu_executor import CpuExecutor
-from flexspec.runtime.pages import RowGroup
+from flexspec.runtime.executors.cpu import CpuExecutor
+from flexspec.runtime.executors.pages import RowGroup
 from flexspec.tree import TokenTree
 from flexspec.types import PAGE_TOKENS, DType
 

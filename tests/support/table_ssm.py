@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.runtime.step import StepBatch, StepResult
-from flexspec.runtime.top_successors import top_successors
+from flexspec.runtime.executors.step import StepBatch, StepResult
+from flexspec.runtime.executors.top_successors import top_successors
 from flexspec.types import PAGE_TOKENS
 
 FEATURE_SIZE = 4

@@ -1,4 +1,4 @@
-// The C ABI of one step (kernels/cpu_launch.py mirrors it) and the per-model context: weights, arena, KV pool, team.
+// The C ABI of one step (kernels/cpu/launch.py mirrors it) and the per-model context: weights, arena, KV pool, team.
 #pragma once
 #include <sys/mman.h>
 

@@ -13,7 +13,7 @@ from tiny_models import byte_level_tokens, random_weights, sentencepiece_tokens,
 from flexspec.compiler.frontends.open_model import check_weights, open_model
 from flexspec.errors import FlexspecError
 from flexspec.models.registry import build_model, expected_weights
-from flexspec.runtime.tokenizer import Tokenizer
+from flexspec.runtime.text.tokenizer import Tokenizer
 from flexspec.types import DType
 
 ROUNDS = 100

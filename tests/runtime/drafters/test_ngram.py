@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexspec.compiler.ngram_table import build_table
+from flexspec.compiler.artifact.ngram_table import build_table
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel, expand_ngrams
 from flexspec.sampling import SamplingParams

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from table_ssm import TableSsm, logits_after
 
-from flexspec.compiler.ngram_table import build_table
-from flexspec.runtime.accept import accept_greedy
+from flexspec.compiler.artifact.ngram_table import build_table
+from flexspec.runtime.acceptance.accept import accept_greedy
 from flexspec.runtime.drafters.base import Drafter, DraftRequest
 from flexspec.runtime.drafters.budget import StepCost
 from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
@@ -19,7 +19,7 @@ from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
-from flexspec.runtime.step import StepBatch, StepResult
+from flexspec.runtime.executors.step import StepBatch, StepResult
 from flexspec.sampling import SamplingParams
 
 VOCAB = 16

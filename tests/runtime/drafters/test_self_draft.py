@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from flexspec.graph import Graph
 from flexspec.models.config import ModelConfig
 from flexspec.models.llama import build_llama
-from flexspec.runtime.accept import accept_greedy
+from flexspec.runtime.acceptance.accept import accept_greedy
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.expand import Expansion
 from flexspec.runtime.drafters.ssm import SsmDrafter
-from flexspec.runtime.pages import RowGroup, pack_rows
-from flexspec.runtime.reference_executor import ReferenceExecutor
+from flexspec.runtime.executors.pages import RowGroup, pack_rows
+from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.sampling import SamplingParams
 from flexspec.types import DType, Role
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from flexspec.runtime.api import RequestStats
+from flexspec.runtime.engine.api import RequestStats
 from flexspec.runtime.server.metrics import Metrics
 
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from scripted_engine import ACCEPTED, DRAFTED, Script, ScriptedEngine
 
 from flexspec.errors import QueueFullError
-from flexspec.runtime.api import Delta
+from flexspec.runtime.engine.api import Delta
 from flexspec.runtime.server.answer import Inbox
 from flexspec.runtime.server.openai import to_json
 

@@ -12,8 +12,8 @@ import pytest
 from flexspec.errors import CapacityError, TuneError
 from flexspec.models.config import ModelConfig
 from flexspec.models.llama import build_llama
-from flexspec.runtime.reference_executor import ReferenceExecutor
-from flexspec.runtime.step import StepBatch, StepResult
+from flexspec.runtime.executors.step import StepBatch, StepResult
+from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.runtime.tune.config import GenerateConfig
 from flexspec.runtime.tune.corpus import read_corpus, read_shard, split, to_bf16_bits
 from flexspec.runtime.tune.generate import Generator, sample

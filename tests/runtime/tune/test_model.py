@@ -12,8 +12,8 @@ from flexspec.models.config import ModelConfig
 from flexspec.models.fused_state import build_fused_state, graft_fuse_head
 from flexspec.models.llama import build_llama
 from flexspec.ops.rope import rope_tables
-from flexspec.runtime.reference_executor import ReferenceExecutor
-from flexspec.runtime.step import StepBatch
+from flexspec.runtime.executors.step import StepBatch
+from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.runtime.tune.autograd import distil_loss, path_attention, rms_norm, rope, swiglu
 from flexspec.runtime.tune.config import TrainConfig
 from flexspec.runtime.tune.model import FusedStateNet, initial_weights, ssm_config, weight_shapes

@@ -12,12 +12,12 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from flexspec.cli.main import main
+from flexspec.compiler.artifact.ngram_table import load_table
 from flexspec.compiler.frontends.open_model import LoadedModel, open_model
-from flexspec.compiler.ngram_table import load_table
 from flexspec.errors import TuneError
 from flexspec.models.fused_state import build_fused_state
 from flexspec.models.llama import build_llama
-from flexspec.runtime.reference_executor import ReferenceExecutor
+from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.runtime.tune import export as export_module
 from flexspec.runtime.tune import run as run_module
 from flexspec.runtime.tune.config import GenerateConfig, TrainConfig, TuneConfig

@@ -1,0 +1,87 @@
+"""``ranks.json`` of an artifact: what each rank of the plan opens, and the groups in which ranks meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flexspec.compiler.artifact.plan import Plan
+from flexspec.compiler.partition.cut_ranks import RankPart
+from flexspec.errors import ArtifactError
+from flexspec.ops.record import record_of
+
+RANKS_FILE = "ranks.json"
+
+
+NO_STAGE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """One rank. ``weights``: tensors of its file in the order of the program's table. ``results``: it has logits.
+
+    A rank that only drafts has ``stage`` NO_STAGE and nothing of the LLM.
+    """
+
+    rank: int
+    stage: int
+    results: bool
+    weights: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]  # sorted ranks with whom it reduces, combines or replicates
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def drafting_only(plan: Plan) -> list[RankRecord]:
+    """Records of the plan's ranks that have SSMs and no part of the LLM."""
+    held = {rank for stage in plan.stages for rank in stage.ranks}
+    extra = sorted({rank for ranks in plan.ssm_ranks for rank in ranks} - held)
+    return [RankRecord(rank, NO_STAGE, False, (), ()) for rank in extra]
+
+
+def folder_of(rank: int) -> str:
+    """What a rank's graph, kernels and weights are called in an artifact."""
+    return f"llm.rank{rank}"
+
+
+def groups_of(part: RankPart) -> tuple[tuple[int, ...], ...]:
+    """The groups in which a part meets others, each once, sorted."""
+    found = set()
+    for node in part.graph.nodes:
+        members = dict(node.attrs).get("ranks")
+        if record_of(node).exchange and isinstance(members, tuple):
+            found.add(tuple(sorted(member for member in members if isinstance(member, int))))
+    return tuple(sorted(found))
+
+
+def ranks_from_json(body: Any, name: str) -> tuple[RankRecord, ...]:
+    """All ranks in order. Raises ArtifactError when a field is missing or of the wrong kind, or ranks are left out."""
+    try:
+        records = tuple(
+            RankRecord(
+                int(each["rank"]),
+                int(each["stage"]),
+                bool(each["results"]),
+                tuple(str(tensor) for tensor in each["weights"]),
+                tuple(tuple(int(rank) for rank in group) for group in each["groups"]),
+            )
+            for each in body["ranks"]
+        )
+        _check(records)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"{name}: {RANKS_FILE} does not tell its ranks ({error})", "ranks from 0 up", "compile the model again"
+        ) from None
+    return records
+
+
+def _check(records: Sequence[RankRecord]) -> None:
+    numbers = [record.rank for record in records]
+    if not records or numbers != list(range(len(records))):
+        raise ValueError(f"ranks {numbers}")
+    if not any(record.results for record in records):
+        raise ValueError("no rank with results")
+    if any(rank not in numbers for record in records for group in record.groups for rank in group):
+        raise ValueError("a group with a rank that is not there")

@@ -1,0 +1,119 @@
+"""The one-file form of an artifact: a zip with stored (not compressed) members in a fixed order.
+
+Owns packing and unpacking. A packed artifact is unpacked once into the user's cache, under its manifest's digest, and
+opened there like any folder, so that kernels can be loaded and weights mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import zipfile
+from pathlib import Path
+
+from flexspec.cache import cache_root
+from flexspec.compiler.artifact.manifest import MANIFEST_NAME, decode_manifest, is_valid_name
+from flexspec.errors import ArtifactError
+
+_FIXED_DATE = (1980, 1, 1, 0, 0, 0)
+_MODE_0644_FILE = 0o100644 << 16
+_MAX_MANIFEST_BYTES = 64 << 20
+# What zipfile is known to raise on damaged input, besides its own error.
+_ZIP_ERRORS = (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, KeyError, OverflowError)
+
+
+def pack_artifact(folder: Path, out: Path) -> Path:
+    """Write the artifact ``folder`` as the single file ``out``; equal folders give equal bytes.
+
+    Raises ArtifactError if ``folder`` is not an artifact.
+    """
+    try:
+        manifest = decode_manifest((folder / MANIFEST_NAME).read_bytes(), folder.name)
+    except OSError:
+        raise _not_an_artifact(folder, f"{folder.name} has no readable {MANIFEST_NAME}") from None
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
+            for name in (MANIFEST_NAME, *sorted(manifest.files)):
+                info = zipfile.ZipInfo(name, _FIXED_DATE)
+                info.external_attr = _MODE_0644_FILE
+                info.file_size = (folder / name).stat().st_size
+                with (folder / name).open("rb") as source, archive.open(info, "w") as target:
+                    shutil.copyfileobj(source, target, 1 << 20)
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return out
+
+
+def unpack_to_cache(path: Path) -> Path:
+    """Folder in the cache with the contents of the packed artifact ``path``; unpacked only the first time.
+
+    Raises ArtifactError if the file is not a packed artifact or is damaged. The contents are not verified here.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = _check_members(path, archive)
+            folder = _cache_folder(path, archive)
+            if not (folder / MANIFEST_NAME).is_file():
+                _extract(archive, members, folder)
+            return folder
+    except (*_ZIP_ERRORS, OSError) as error:
+        raise _not_an_artifact(path, f"{path.name}: {error}") from None
+
+
+def forget_unpacked(path: Path) -> None:
+    """Remove what :func:`unpack_to_cache` made of ``path``. Raises ArtifactError as it does."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            _check_members(path, archive)
+            shutil.rmtree(_cache_folder(path, archive), ignore_errors=True)
+    except (*_ZIP_ERRORS, OSError) as error:
+        raise _not_an_artifact(path, f"{path.name}: {error}") from None
+
+
+def _cache_folder(path: Path, archive: zipfile.ZipFile) -> Path:
+    data = archive.read(MANIFEST_NAME)
+    decode_manifest(data, path.name)
+    return cache_root() / "artifacts" / hashlib.sha256(data).hexdigest()[:32] / path.name
+
+
+def _check_members(path: Path, archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+    """Members, once it is sure that they are plain stored files whose sizes the archive itself can hold."""
+    members = archive.infolist()
+    names = [member.filename for member in members]
+    limit_bytes = path.stat().st_size
+    plain = all(
+        member.compress_type == zipfile.ZIP_STORED
+        and not member.flag_bits & 1
+        and member.file_size == member.compress_size
+        and (member.filename == MANIFEST_NAME or is_valid_name(member.filename))
+        for member in members
+    )
+    if not plain or len(set(names)) != len(names) or sum(member.file_size for member in members) > limit_bytes:
+        raise _not_an_artifact(path, f"{path.name} holds compressed, encrypted, repeated or oddly named members")
+    if MANIFEST_NAME not in names or archive.getinfo(MANIFEST_NAME).file_size > _MAX_MANIFEST_BYTES:
+        raise _not_an_artifact(path, f"{path.name} holds no {MANIFEST_NAME}")
+    return members
+
+
+def _extract(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
+    try:
+        for member in members:
+            target = partial / member.filename
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with archive.open(member) as source, target.open("wb") as file:
+                shutil.copyfileobj(source, file, 1 << 20)
+        if folder.exists():  # what an earlier, interrupted clean-up of the cache left
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _not_an_artifact(path: Path, found: str) -> ArtifactError:
+    return ArtifactError(found, "an artifact made by flexspec compile", f"make it: flexspec compile MODEL -o {path}")

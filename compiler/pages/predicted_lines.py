@@ -1,0 +1,178 @@
+"""Predicted against measured: the lines of a round that a cost model prices and a run measures, and how they agree.
+
+A round is told by lines, (part, what) -> microseconds: operator classes of each stage, hops between, drafting,
+messages, the host. ``predicted_lines`` makes those of the cost model; its sum is the latency of rounds.py. What was
+measured has the same lines (runtime/measure/stamps.py). Nothing here runs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flexspec.compiler.artifact.plan import Stage
+from flexspec.compiler.prices.acceptance_profile import DraftEntry
+from flexspec.compiler.prices.cost import call_us
+from flexspec.compiler.prices.machine import NodeKind
+from flexspec.compiler.prices.problem import Problem, SsmPlace
+from flexspec.compiler.prices.profile import UNITS, Call, ModelProfile, Sizes
+from flexspec.compiler.prices.rounds import Cut, Prices, ssm_sizes
+
+Line = tuple[str, str]  # (part of the round, what of it)
+Lines = Mapping[Line, float]  # microseconds
+
+DRAFT, MESSAGES, HOST = "draft", "messages", "host"
+BETWEEN = "between steps"
+HAND_OVER = "hand over"
+WAIT = "wait for ranks"
+ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A way to run rounds: ``batch`` requests of ``entry``'s draft plan on ``stages``, which ``cuts`` price."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    cuts: tuple[Cut, ...]
+    place: SsmPlace
+    entry: DraftEntry
+    batch: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the verify step."""
+        return self.entry.rows(self.batch)
+
+    @property
+    def ranks(self) -> int:
+        return sum(stage.degree for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A trial's lines, as predicted and as measured. ``rounds``: how many were measured."""
+
+    trial: Trial
+    predicted: Lines
+    measured: Lines
+    rounds: int
+
+    @property
+    def predicted_us(self) -> float:
+        return sum(self.predicted.values())
+
+    @property
+    def measured_us(self) -> float:
+        return sum(self.measured.values())
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.predicted_us / self.measured_us
+
+    def parts(self) -> list[str]:
+        """Parts of the round in the order in which they happen."""
+        found = dict.fromkeys(part for part, _ in (*self.predicted, *self.measured))
+        return sorted(found, key=_order)
+
+    def rows(self) -> list[tuple[str, str, float, float]]:
+        """(part, what, predicted us, measured us), every part's sum (what is ``ALL``) before its lines."""
+        rows: list[tuple[str, str, float, float]] = []
+        for part in self.parts():
+            names = dict.fromkeys(what for each, what in (*self.predicted, *self.measured) if each == part)
+            lines = [
+                (part, name, self.predicted.get((part, name), 0.0), self.measured.get((part, name), 0.0))
+                for name in names
+            ]
+            rows.append((part, ALL, sum(line[2] for line in lines), sum(line[3] for line in lines)))
+            rows += [line for line in lines if len(lines) > 1 or line[1] != ALL]
+        return rows
+
+
+def stage_part(number: int) -> str:
+    return f"stage {number}"
+
+
+def hop_part(number: int) -> str:
+    return f"hop {number}-{number + 1}"
+
+
+def _order(part: str) -> tuple[int, int, int]:
+    """Drafting, then each stage and the hop behind it, then messages and the host."""
+    fixed = {DRAFT: (0, 0, 0), MESSAGES: (2, 0, 0), HOST: (3, 0, 0)}
+    if part in fixed:
+        return fixed[part]
+    kind, _, number = part.partition(" ")
+    return 1, int(number.partition("-")[0]), int(kind == "hop")
+
+
+def predicted_lines(problem: Problem, trial: Trial) -> dict[Line, float]:
+    """What the cost model says of each line of a round of one micro-batch."""
+    prices = Prices(problem, trial.place, trial.entry, trial.batch)
+    lines: dict[Line, float] = {}
+
+    def add(part: str, what: str, us: float) -> None:
+        if us:
+            lines[part, what] = lines.get((part, what), 0.0) + us
+
+    if trial.place.name != "none":
+        for what, us in _draft_lines(problem, trial).items():
+            add(DRAFT, what, us)
+        add(DRAFT, BETWEEN, len(problem.ssms) * prices.between_us(trial.batch))
+    final = len(trial.cuts) - 1
+    for number, cut in enumerate(trial.cuts):
+        part = stage_part(number)
+        for unit, count in zip(UNITS, (number == 0, cut.blocks, number == final), strict=True):
+            calls = problem.llm.ranks[cut.degree].calls[unit]
+            for what, us in _classes(problem.kind(cut.kind), problem.llm, calls, prices.sizes, cut.degree).items():
+                add(part, what, count * us)
+        beside = prices.beside(cut.kind, cut.degree, first=number == 0, last=number == final)
+        add(part, HAND_OVER, beside.hand_over_us)
+        add(part, WAIT, beside.told_us)
+        add(MESSAGES, ALL, beside.telling_us + beside.returned_us)
+        add(HOST, ALL, beside.host_us)
+        if number < final:
+            after = trial.cuts[number + 1]
+            add(hop_part(number), ALL, prices.hop_us(after.kind, cut.degree, after.degree, new_node=after.new_node))
+    return lines
+
+
+def _draft_lines(problem: Problem, trial: Trial) -> dict[str, float]:
+    """Operators of all SSM steps, on the first stage's device."""
+    kind = problem.kind(trial.cuts[0].kind)
+    lines: dict[str, float] = {}
+    for ssm in problem.ssms:
+        for sizes in ssm_sizes(trial.entry, trial.batch, problem.context_tokens):
+            for unit, count in zip(UNITS, (1, ssm.blocks, 1), strict=True):
+                for what, us in _classes(kind, ssm, ssm.ranks[1].calls[unit], sizes, 1).items():
+                    lines[what] = lines.get(what, 0.0) + count * us
+    return lines
+
+
+def _classes(kind: NodeKind, model: ModelProfile, calls: Sequence[Call], sizes: Sizes, degree: int) -> dict[str, float]:
+    """Microseconds of a unit's operators by their names."""
+    found: dict[str, float] = {}
+    for call in calls:
+        us = call_us(kind.device, kind.link, model.dtype, call, sizes, degree)
+        found[call.record.name] = found.get(call.record.name, 0.0) + us
+    return found
+
+
+def spearman(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Rank correlation of two equally long rows of numbers, ties sharing their mean rank; 0 where one has no order."""
+    a, b = _ranks(xs), _ranks(ys)
+    mean = (len(a) + 1) / 2
+    spread = sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b)
+    return sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True)) / spread**0.5 if spread else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [
+        sum(other < value for other in values) + (sum(other == value for other in values) + 1) / 2 for value in values
+    ]
+
+
+def worst_ratio(outcomes: Sequence[Outcome]) -> float:
+    """The largest factor between a round as predicted and as measured."""
+    return max(max(each.ratio, 1 / each.ratio) for each in outcomes)

@@ -1,0 +1,87 @@
+"""Where a stage's time in a round goes: operators, collectives, launching and handing over, drafting, messages.
+
+The parts add up to the stage's time of rounds.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from flexspec.compiler.planner.search import Candidate
+from flexspec.compiler.prices.cost import call_us
+from flexspec.compiler.prices.machine import NodeKind
+from flexspec.compiler.prices.problem import Problem
+from flexspec.compiler.prices.profile import UNITS, Call
+from flexspec.compiler.prices.rounds import Cut, Prices
+
+_COLLECTIVES = ("reduce", "combine")
+
+
+@dataclass(frozen=True, slots=True)
+class StageSplit:
+    """Microseconds of one stage's step of one micro-batch, by what they are spent on.
+
+    ``operators_us``: reading weights and KV, and arithmetic. ``launch_us``: of each operator, and the host's handing
+    the step over to the stage's ranks. ``draft_us``: SSMs that live there. ``messages_us``: from and to rank 0, of a
+    last stage that is not the first.
+    """
+
+    rows: int
+    operators_us: float
+    collectives_us: float
+    launch_us: float
+    draft_us: float
+    messages_us: float
+
+    @property
+    def total_us(self) -> float:
+        return self.operators_us + self.collectives_us + self.launch_us + self.draft_us + self.messages_us
+
+    def line(self) -> str:
+        """For the page, under the stage."""
+        named = [
+            ("weights, KV and arithmetic", self.operators_us),
+            ("collectives", self.collectives_us),
+            ("launch and hand over", self.launch_us),
+            ("drafting", self.draft_us),
+            ("messages", self.messages_us),
+        ]
+        parts = ", ".join(f"{name} {us / 1e3:.2f}" for name, us in named if us >= 5)  # 0.00 ms tells nothing
+        return f"  {self.rows} row{'s' if self.rows > 1 else ''}: {parts} ms"
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def stage_splits(problem: Problem, plan: Candidate) -> list[StageSplit]:
+    """One for each stage of a plan."""
+    prices = Prices(problem, plan.place, plan.entry, plan.micro)
+    final = len(plan.cuts) - 1
+    return [_split(prices, cut, first=i == 0, last=i == final) for i, cut in enumerate(plan.cuts)]
+
+
+def _split(prices: Prices, cut: Cut, *, first: bool, last: bool) -> StageSplit:
+    kind, model = prices.problem.kind(cut.kind), prices.problem.llm
+    operators = collectives = launch = 0.0
+    for unit, count in zip(UNITS, (int(first), cut.blocks, int(last)), strict=True):
+        parts = _unit(prices, kind, model.ranks[cut.degree].calls[unit], cut.degree)
+        operators, collectives, launch = (
+            total + count * each for total, each in zip((operators, collectives, launch), parts, strict=True)
+        )
+    beside = prices.beside(cut.kind, cut.degree, first=first, last=last)
+    launch += beside.hand_over_us + beside.told_us + beside.telling_us
+    return StageSplit(prices.rows, operators, collectives, launch, beside.draft_us, beside.returned_us)
+
+
+def _unit(prices: Prices, kind: NodeKind, calls: Sequence[Call], degree: int) -> tuple[float, float, float]:
+    """(operators, collectives, launches) of a unit, microseconds."""
+    operators = collectives = launch = 0.0
+    for call in calls:
+        us = call_us(kind.device, kind.link, prices.problem.llm.dtype, call, prices.sizes, degree)
+        if call.record.name in _COLLECTIVES:
+            collectives += us
+        elif us:  # views take no time, and are not launched
+            operators += us - kind.device.launch_us.effective
+            launch += kind.device.launch_us.effective
+    return operators, collectives, launch

@@ -1,0 +1,79 @@
+"""Checks that the graphs of all ranks fit together: every exchange is met by all it needs, with types that agree.
+
+Plays a step without tensors, every send waiting for its recv: what comes through here cannot lock up on any transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flexspec.errors import PartitionError
+from flexspec.graph import Graph, Node
+from flexspec.ops.record import record_of
+
+if TYPE_CHECKING:
+    from flexspec.compiler.partition.cut_ranks import RankPart
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """An exchange as all of its ranks must see it: operator, ranks (of a hop sender, receiver), what they share."""
+
+    kind: str
+    ranks: Ranks
+    terms: str
+
+
+def meeting_of(rank: int, node: Node) -> Meeting:
+    """What an exchange of ``rank`` is called by all who take part in it."""
+    attrs, kind = dict(node.attrs), node.outputs[0].type
+    if node.op == "send":
+        return Meeting("hop", (rank, _int(attrs["to"])), f"channel {attrs['channel']}: {kind}")
+    if node.op == "recv":
+        return Meeting("hop", (_int(attrs["source"]), rank), f"channel {attrs['channel']}: {kind}")
+    members = attrs["ranks"]
+    assert isinstance(members, tuple)
+    shared = {key: value for key, value in node.attrs if key not in ("part", "ranks")}
+    return Meeting(node.op, tuple(_int(member) for member in members), f"{shared}: {kind}")
+
+
+def check_ranks(parts: Sequence[RankPart]) -> None:
+    """Raise PartitionError if a step of these parts would not come to its end."""
+    graphs = {part.rank: part.graph for part in parts}
+    if len(graphs) != len(parts):
+        raise _unfit("two parts of one rank")
+    todo = {rank: _meetings(rank, graph) for rank, graph in graphs.items()}
+    at = dict.fromkeys(todo, 0)
+    while True:
+        next_of = {rank: todo[rank][i] for rank, i in at.items() if i < len(todo[rank])}
+        if not next_of:
+            return
+        met = {m for m in next_of.values() if all(next_of.get(rank) == m for rank in m.ranks)}
+        if not met:
+            raise _unfit(_stuck(next_of))
+        for rank, meeting in next_of.items():
+            at[rank] += meeting in met
+
+
+def _meetings(rank: int, graph: Graph) -> list[Meeting]:
+    return [meeting_of(rank, node) for node in graph.nodes if record_of(node).exchange]
+
+
+def _stuck(next_of: Mapping[int, Meeting]) -> str:
+    shown = [f"rank {rank} at {m.kind} of {list(m.ranks)}, {m.terms}" for rank, m in sorted(next_of.items())]
+    return "ranks that wait for one another: " + "; ".join(shown[:4]) + ("; ..." if len(shown) > 4 else "")
+
+
+def _unfit(found: str) -> PartitionError:
+    return PartitionError(
+        found, "exchanges that all ranks of a group reach in the same order", "use the parts of all ranks of one plan"
+    )
+
+
+def _int(value: object) -> int:
+    assert isinstance(value, int)
+    return value

@@ -1,0 +1,197 @@
+"""Chooses a tensor-parallel layout for each operator of a stage, from those that its record declares.
+
+Greedy, in execution order: an operator takes the layout that costs the fewest exchanges for its operands, then the one
+that cuts the most weight elements, then the fewest local cuts, then the first declared. On a decoder this finds the
+usual column and row cuts. A caller may prefer a layout of an operator by name. This file knows no operator by name, and
+no rank: who holds what is settled by shares.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flexspec.compiler.partition.shares import Axis
+from flexspec.errors import PartitionError
+from flexspec.graph import Graph, Node
+from flexspec.ops.record import TpLayout, record_of
+from flexspec.types import Role, TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How ranks hold a value: whole (dim None), as a sum over ranks ("partial"), or cut along a dim by an axis."""
+
+    dim: int | str | None = None
+    axis: Axis | None = None
+
+    def key(self) -> tuple[int | str | None, int]:
+        """Equal for states that are the same once all axes are known."""
+        return self.dim, id(self.axis.root()) if self.axis else 0
+
+
+WHOLE = State()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedNode:
+    """A node, its layout, and the states of its operands and results."""
+
+    node: Node
+    layout: TpLayout
+    inputs: tuple[State, ...]
+    outputs: tuple[State, ...]
+
+
+@dataclass(slots=True)
+class _Solver:
+    graph: Graph
+    types: dict[str, TensorType]
+    free: set[str]  # weights and caches: they lie as their reader wants them
+    prefer: Mapping[str, str]  # operator: its layout that is taken where each rank has a part
+    degree: int
+    states: dict[str, list[State]] = field(default_factory=dict)  # in which a value is at hand, first the one it has
+
+    def cost(self, name: str, dim: int | str | None) -> tuple[int, int] | None:
+        """(exchanges, conversions) until ``name`` is at hand cut along ``dim``; None if that cannot be.
+
+        A sum that was reduced once is not used as a sum again: the residual stream stays whole, as on one rank.
+        """
+        held = self.states[name]
+        if dim == "partial" and name not in self.free and WHOLE in held:
+            return None
+        if any(state.dim == dim for state in held):
+            return 0, 0
+        if name in self.free:
+            return (0, 0) if dim != "partial" or self.types[name].role is Role.WEIGHT else None
+        if dim == "partial":
+            return None
+        whole = any(state.dim is None for state in held)
+        conversions = (0 if whole else 1) + (0 if dim is None else 1)
+        return 0 if whole else 1, conversions
+
+    def price(self, node: Node, layout: TpLayout) -> tuple[int, int, int] | None:
+        """(exchanges, minus the weight elements that are cut, conversions), or None where the layout is not legal."""
+        kinds = [self.types[name] for name in node.inputs]
+        if layout.operand_dims not in (None, len(kinds[0].dims) if kinds else 0):
+            return None
+        exchanges = conversions = cut = 0
+        for position, (name, kind) in enumerate(zip(node.inputs, kinds, strict=True)):
+            dim = layout.input_dim(position)
+            if isinstance(dim, int) and (dim >= len(kind.dims) or isinstance(kind.dims[dim], str)):
+                return None
+            cost = self.cost(name, dim)
+            if cost is None:
+                return None
+            exchanges, conversions = exchanges + cost[0], conversions + cost[1]
+            if kind.role is Role.WEIGHT and isinstance(dim, int):
+                cut += kind.elements({})
+        for position, value in enumerate(node.outputs):
+            dim = layout.output_dim(position)
+            if isinstance(dim, int) and (dim >= len(value.type.dims) or isinstance(value.type.dims[dim], str)):
+                return None
+        return exchanges, -cut, conversions
+
+    def choose(self, node: Node) -> ShardedNode:
+        record = record_of(node)
+        priced = [(self.price(node, layout), layout) for layout in record.layouts]
+        legal = [(price, layout) for price, layout in priced if price is not None]
+        if not legal:
+            raise PartitionError(
+                f"operator {node.op} of graph {self.graph.name} has no layout that fits its operands",
+                "operators whose records declare tensor-parallel layouts",
+                "declare one in the operator's record, or plan stages of one rank (a graph is cut only once)",
+            )
+        wanted = [layout for _, layout in legal if layout.name == self.prefer.get(node.op)]
+        if wanted and self.parts(node, wanted[0]) >= self.degree:
+            return self.settle(node, wanted[0])
+        return self.settle(node, min(legal, key=lambda each: each[0])[1])
+
+    def parts(self, node: Node, layout: TpLayout) -> int:
+        """Into how many parts a layout can cut its operands at most."""
+        kinds = [self.types[name] for name in node.inputs]
+        dims = [(kind, layout.input_dim(position)) for position, kind in enumerate(kinds)]
+        cut = [kind.dims[dim] for kind, dim in dims if isinstance(dim, int)]
+        return min((size for size in cut if isinstance(size, int)), default=0)
+
+    def settle(self, node: Node, layout: TpLayout) -> ShardedNode:
+        """Take the layout: unite the axes of what it cuts alike, and note how operands and results lie."""
+        own, covering = Axis(_label(node, self.types)), Axis(_label(node, self.types))
+        inputs: list[State] = []
+        for position, name in enumerate(node.inputs):
+            axis = covering if position in layout.covers[0] else own
+            inputs.append(self.operand(name, layout.input_dim(position), axis))
+        outputs: list[State] = []
+        for position, value in enumerate(node.outputs):
+            axis = covering if position in layout.covers[1] else own
+            state = _cut(value.type, layout.output_dim(position), axis)
+            outputs.append(state)
+            self.states[value.name] = [state]
+        if own.root().extents and any(state.dim == "partial" for state in outputs):
+            own.root().must_tile = True
+        if covering.root().extents:
+            covering.root().cover(own)
+        return ShardedNode(node, layout, tuple(inputs), tuple(outputs))
+
+    def operand(self, name: str, dim: int | str | None, axis: Axis) -> State:
+        held = self.states[name]
+        for state in held:
+            if state.dim == dim:
+                if state.axis is not None:
+                    older, newer = (axis, state.axis) if axis.root().extents else (state.axis, axis)
+                    older.unite(newer)  # messages call it by the first weight that it cuts
+                return state
+        if name not in self.free and all(state.dim is not None for state in held):
+            for state in held:
+                if state.axis is not None:
+                    state.axis.root().must_tile = True
+            held.append(WHOLE)
+        state = _cut(self.types[name], dim, axis)
+        if state.dim is not None or name in self.free:
+            held.append(state)
+        return state
+
+
+def shard_layouts(graph: Graph, degree: int, prefer: Mapping[str, str] | None = None) -> tuple[ShardedNode, ...]:
+    """Layouts of all nodes, in order, for ``degree`` ranks. Raises PartitionError for an operator that none fits.
+
+    ``prefer``: for an operator, the name of a layout to take where it is legal and has a part for each rank.
+    """
+    free = {value.name for value in graph.inputs if value.type.role in (Role.WEIGHT, Role.KV)}
+    solver = _Solver(graph, graph.types(), free, prefer or {}, degree)
+    for value in graph.inputs:
+        solver.states[value.name] = [] if value.name in free else [WHOLE]
+    return tuple(solver.choose(node) for node in graph.nodes)
+
+
+def check_layout_names(prefer: Mapping[str, str]) -> None:
+    """Raise PartitionError for a layout that its operator does not have, GraphError for an unknown operator."""
+    for op, name in prefer.items():
+        known = [layout.name for layout in record_of(op).layouts]
+        if name not in known:
+            raise PartitionError(
+                f"layout {name!r} of {op}", f"one of {', '.join(known) or 'none at all'}", "name one of its record"
+            )
+
+
+def whole_layouts(graph: Graph) -> tuple[ShardedNode, ...]:
+    """Nothing cut: a stage of one rank."""
+    whole = TpLayout("replicated", (None,), (None,))
+    return tuple(
+        ShardedNode(node, whole, (WHOLE,) * len(node.inputs), (WHOLE,) * len(node.outputs)) for node in graph.nodes
+    )
+
+
+def _cut(kind: TensorType, dim: int | str | None, axis: Axis) -> State:
+    if not isinstance(dim, int):
+        return State(dim)
+    extent = kind.dims[dim]
+    assert isinstance(extent, int), "price() refused symbolic dims"
+    axis.root().extents.add(extent)
+    return State(dim, axis)
+
+
+def _label(node: Node, types: dict[str, TensorType]) -> str:
+    """What a message calls an axis: the weight that it first cuts, or the value."""
+    weights = [name for name in node.inputs if types[name].role is Role.WEIGHT]
+    return (weights or [node.outputs[0].name])[0]

@@ -1,0 +1,134 @@
+"""Cuts a graph into pipeline stages: which node runs in which stage, and which values go from one to another.
+
+Blocks are told by the names of weights and caches (``layers.7.mlp.up_proj.weight`` belongs to block 7); a node without
+any belongs to the last block that it needs. What comes before the blocks is in the first stage, what comes after them
+in the last. A stage's graph is an ordinary graph; what it takes from others are inputs, what it gives are outputs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexspec.compiler.artifact.plan import Stage
+from flexspec.errors import PartitionError
+from flexspec.graph import Graph, Value
+from flexspec.types import Role
+
+_BLOCK = re.compile(r"layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value that stage ``source`` makes and stage ``target`` needs; ``channel`` tells the crossings apart."""
+
+    value: Value
+    source: int
+    target: int
+    channel: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageCut:
+    """One stage: its graph, and the crossings out of it and into it.
+
+    The graph's outputs are ``results`` (those of the whole graph but the caches; in the last stage only), the values
+    that are sent, then the caches. ``received`` is by source stage: the first stage never waits, so that its messages
+    come through, then those of the second do, and no order of blocking sends and receives can lock ranks up.
+    """
+
+    stage: Stage
+    graph: Graph
+    results: tuple[str, ...]
+    sent: tuple[Crossing, ...]
+    received: tuple[Crossing, ...]
+
+
+def cut_stages(graph: Graph, stages: Sequence[Stage]) -> tuple[StageCut, ...]:
+    """The graph cut at the edges of the stages. Raises PartitionError for stages that do not fit the graph."""
+    blocks = _blocks(graph)
+    check_stages(stages, 1 + max(blocks.values(), default=-1))
+    place = _places(graph, stages, blocks)
+    crossings = _crossings(graph, place, len(stages))
+    return tuple(_stage_cut(graph, stages, place, crossings, at) for at in range(len(stages)))
+
+
+def check_stages(stages: Sequence[Stage], blocks: int) -> None:
+    """Raise PartitionError unless the stages cover ``blocks`` blocks in order, each rank being in one stage."""
+    shown = ", ".join(f"{stage.first_block}-{stage.end_block} on {list(stage.ranks)}" for stage in stages) or "none"
+    edges = [0, *(stage.end_block for stage in stages)]
+    starts = [stage.first_block for stage in stages]
+    if starts != edges[:-1] or edges[-1] != blocks or any(s.end_block <= s.first_block for s in stages):
+        raise PartitionError(
+            f"stages of blocks {shown}",
+            f"stages of a block or more that cover blocks 0 to {blocks} one after the other",
+            "correct first_block and end_block (not included) in the plan",
+        )
+    ranks = [rank for stage in stages for rank in stage.ranks]
+    if len(set(ranks)) != len(ranks) or any(rank < 0 for rank in ranks) or any(not stage.ranks for stage in stages):
+        raise PartitionError(
+            f"stages of blocks {shown}",
+            "one rank or more for each stage, and each rank in one stage",
+            "correct the ranks in the plan",
+        )
+
+
+def _blocks(graph: Graph) -> dict[str, int]:
+    """The block of each weight and cache that has one."""
+    found = ((value.name, _BLOCK.match(value.name)) for value in graph.inputs if value.type.role in _OWNED)
+    return {name: int(match[1]) for name, match in found if match}
+
+
+_OWNED = (Role.WEIGHT, Role.KV)
+
+
+def _places(graph: Graph, stages: Sequence[Stage], blocks: dict[str, int]) -> dict[str, int]:
+    """The stage in which each computed value is made."""
+    block_of = dict(blocks)
+    place: dict[str, int] = {}
+    for node in graph.nodes:
+        block = max((block_of.get(name, 0) for name in node.inputs), default=0)
+        at = next(i for i, stage in enumerate(stages) if block < stage.end_block)
+        for value in node.outputs:
+            block_of[value.name], place[value.name] = block, at
+    return place
+
+
+def _crossings(graph: Graph, place: dict[str, int], stages: int) -> list[Crossing]:
+    """In order of production, then of target."""
+    targets: dict[str, set[int]] = {}
+    for node in graph.nodes:
+        for name in node.inputs:
+            targets.setdefault(name, set()).add(place[node.outputs[0].name])
+    types = graph.types()
+    for name in graph.outputs:
+        if types[name].role is not Role.KV:
+            targets.setdefault(name, set()).add(stages - 1)
+    found: list[Crossing] = []
+    for node in graph.nodes:
+        for value in node.outputs:
+            source = place[value.name]
+            for target in sorted(targets.get(value.name, set()) - {source}):
+                found.append(Crossing(value, source, target, len(found)))
+    return found
+
+
+def _stage_cut(
+    graph: Graph, stages: Sequence[Stage], place: dict[str, int], crossings: list[Crossing], at: int
+) -> StageCut:
+    sent = tuple(each for each in crossings if each.source == at)
+    arriving = sorted((each for each in crossings if each.target == at), key=lambda each: (each.source, each.channel))
+    nodes = tuple(node for node in graph.nodes if place[node.outputs[0].name] == at)
+    types = graph.types()
+    results = tuple(name for name in graph.outputs if types[name].role is not Role.KV)
+    results = results if at == len(stages) - 1 else ()
+    read = {name for node in nodes for name in node.inputs} | set(results)
+    inputs = [v for v in graph.inputs if v.name in read or v.type.role in (Role.IDS, Role.TREE)]
+    first_owned = next((i for i, v in enumerate(inputs) if v.type.role in _OWNED), len(inputs))
+    caches = [name for name in graph.outputs if types[name].role is Role.KV and place.get(name) == at]
+    given = dict.fromkeys([*results, *(each.value.name for each in sent), *caches])
+    values = [each.value for each in arriving]
+    name = f"{graph.name}.stage{at}" if len(stages) > 1 else graph.name
+    cut = Graph(name, (*inputs[:first_owned], *values, *inputs[first_owned:]), nodes, tuple(given))
+    return StageCut(stages[at], cut, results, sent, tuple(arriving))

@@ -1,0 +1,180 @@
+"""Plan files: JSON as ``flexspec plan -o`` writes it, or TOML by hand; for ``compile --plan`` and ``plan --score``.
+
+Owns reading them, turning one form into the other, and the check that a plan can be run as it stands. Prices play no
+part here (score_plan.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexspec.compiler.artifact.plan import (
+    MAX_BLOCKS,
+    MAX_RANKS,
+    MOST_MICRO_BATCHES,
+    OPEN_BATCH,
+    Plan,
+    Stage,
+    plan_from_json,
+)
+from flexspec.compiler.checked_table import Table, read_table
+from flexspec.errors import PlanError
+
+PLACE_NAMES = ("none", "own", "first", "last", "all")
+FIX = "correct the plan file"
+
+
+@dataclass(frozen=True, slots=True)
+class HandPlan:
+    """What a person writes: stages as (blocks, devices). What is left out ("" or None) is for the reader to choose.
+
+    ``ssm_devices``: a device for each SSM, with place "own".
+    """
+
+    source: str
+    stages: tuple[tuple[int, tuple[int, ...]], ...]
+    place: str = ""
+    ssm_devices: tuple[int, ...] = ()
+    draft: str | None = None
+    batch: int | None = None
+    micro_batches: int | None = None
+
+    @property
+    def blocks(self) -> int:
+        return sum(blocks for blocks, _ in self.stages)
+
+
+def wrong(found: str, expected: str) -> PlanError:
+    """The error of a plan file that people can correct."""
+    return PlanError(found, expected, FIX)
+
+
+def read_plan(path: Path, ssms: int, draft: str) -> Plan:
+    """The plan of a file; ``draft`` stands in its ladder if a TOML file names none. Raises PlanError."""
+    found = _read(path)
+    return found if isinstance(found, Plan) else _plan_of(found, ssms, draft)
+
+
+def read_hand_plan(path: Path, requests: int) -> HandPlan:
+    """The plan of a file as for ``requests`` requests at once. Raises PlanError."""
+    found = _read(path)
+    return found if isinstance(found, HandPlan) else _hand_plan_of(str(path), found, requests)
+
+
+def _read(path: Path) -> Plan | HandPlan:
+    table = read_table(path, "a plan: JSON (flexspec plan -o) or TOML", wrong)
+    return plan_from_json(table.body, str(path), wrong) if path.suffix == ".json" else _read_hand(table, str(path))
+
+
+def _read_hand(table: Table, source: str) -> HandPlan:
+    stages: list[tuple[int, tuple[int, ...]]] = []
+    taken: set[int] = set()
+    table.only(("stages",), ("ssm", "ssm_devices", "draft", "batch", "micro_batches"))
+    for part in table.array("stages"):
+        part.only(("blocks", "devices"))
+        blocks, devices = part.count("blocks", MAX_BLOCKS), part.counts("devices", MAX_RANKS)
+        part.done()
+        if not devices:
+            raise part.error("devices", "[]", "a device or more")
+        _take(part, "devices", devices, taken)
+        stages.append((blocks, devices))
+    own = table.counts("ssm_devices", MAX_RANKS) if table.has("ssm_devices") else ()
+    _take(table, "ssm_devices", own, taken)
+    place = table.text("ssm") if table.has("ssm") else ""
+    if place and place not in PLACE_NAMES:
+        raise table.error("ssm", f"{place!r}", f"one of {', '.join(PLACE_NAMES)}")
+    if (place == "own") != bool(own):
+        raise table.error("ssm_devices", f"{list(own)} with ssm = {place!r}", 'a device for each SSM with ssm = "own"')
+    plan = HandPlan(
+        source,
+        tuple(stages),
+        place,
+        own,
+        table.text("draft") if table.has("draft") else None,
+        table.count("batch", OPEN_BATCH) if table.has("batch") else None,
+        table.count("micro_batches", MOST_MICRO_BATCHES) if table.has("micro_batches") else None,
+    )
+    table.done()
+    return plan
+
+
+def _take(part: Table, key: str, devices: tuple[int, ...], taken: set[int]) -> None:
+    """Note the devices of a stage or an SSM; none may be taken twice."""
+    for device in devices:
+        if device in taken:
+            raise part.error(key, f"a device twice, {device}, in {list(devices)}", "each device in one place")
+        taken.add(device)
+
+
+def _plan_of(hand: HandPlan, ssms: int, draft: str) -> Plan:
+    """Devices become ranks in the order in which the stages name them, then those of SSMs."""
+    stages: list[Stage] = []
+    devices: list[int] = []
+    for blocks, held in hand.stages:
+        first = stages[-1].end_block if stages else 0
+        stages.append(Stage(first, first + blocks, tuple(range(len(devices), len(devices) + len(held)))))
+        devices += held
+    place = hand.place or ("first" if ssms else "none")
+    here = {
+        "none": (),
+        "own": tuple((len(devices) + i,) for i in range(len(hand.ssm_devices))),
+        "first": ((0,),) * ssms,
+        "last": (stages[-1].ranks[:1],) * ssms,
+        "all": (tuple(range(len(devices))),) * ssms,
+    }
+    micro_batches = (hand.micro_batches,) if hand.micro_batches else ()
+    ladder = ((OPEN_BATCH, hand.draft or draft),)
+    return Plan(
+        tuple(stages), here[place], ladder, "hand", (*devices, *hand.ssm_devices), micro_batches,
+        place if here[place] else "",
+    )  # fmt: skip
+
+
+def _hand_plan_of(source: str, plan: Plan, requests: int) -> HandPlan:
+    """Ranks become devices; the draft plan and the micro-batches are those of the ladder for this batch."""
+
+    def devices(ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(plan.devices[rank] if plan.devices else rank for rank in ranks)
+
+    place = _place_of(plan)
+    return HandPlan(
+        source,
+        tuple((stage.end_block - stage.first_block, devices(stage.ranks)) for stage in plan.stages),
+        place,
+        tuple(devices(ranks)[0] for ranks in plan.ssm_ranks) if place == "own" else (),
+        plan.draft_for(requests),
+        None,
+        min(plan.micro_batches_for(requests), requests),
+    )
+
+
+def _place_of(plan: Plan) -> str:
+    """Where the SSMs of a plan live, by their ranks if it does not say."""
+    if plan.ssm_place or not plan.ssm_ranks:
+        return plan.ssm_place or "none"
+    ranks = set(plan.ssm_ranks[0])
+    if ranks <= set(plan.stages[0].ranks):
+        return "first"
+    if ranks <= set(plan.stages[-1].ranks):
+        return "last"
+    return "all" if len(ranks) > 1 else "own"
+
+
+def check_runnable(plan: Plan, blocks: int, ssms: int) -> None:
+    """Raise PlanError for a plan that does not fit the model, or that no ranks can run."""
+    held = sorted(rank for stage in plan.stages for rank in stage.ranks)
+    every = sorted({*held, *(rank for ranks in plan.ssm_ranks for rank in ranks)})
+    if len(set(held)) < len(held) or every != list(range(len(every))) or 0 not in held:
+        raise wrong(
+            f"a plan with ranks {held} in its stages, {list(plan.ssm_ranks)} for its SSMs",
+            "each rank in one stage at most, rank 0 in one, and none left out",
+        )
+    if plan.stages[-1].end_block != blocks:
+        raise PlanError(f"a plan of {plan.stages[-1].end_block} blocks", f"{blocks}, the model's", "plan this model")
+    if len(plan.ssm_ranks) != ssms:
+        raise wrong(f"a plan for {len(plan.ssm_ranks)} SSMs", f"{ssms}, as many as --ssm names")
+    if any(not ranks or len(set(ranks)) < len(ranks) for ranks in plan.ssm_ranks):
+        raise wrong(f"SSMs on ranks {list(plan.ssm_ranks)}", "one or more ranks for each, each once")
+    if any(not 1 <= count <= MOST_MICRO_BATCHES for count in plan.micro_batches):
+        raise wrong(f"micro-batches {list(plan.micro_batches)}", f"1 to {MOST_MICRO_BATCHES} each")

@@ -1,0 +1,284 @@
+"""An independent check of the search: enumeration of small spaces, branch and bound with a gap for large ones.
+
+Shares the prices of a round with the search (they are the formula that is optimised), and none of its algorithm: this
+file must not import ``search``. Plans are built stage by stage here, all draft plans, batches and micro-batches of a
+plan being evaluated at once as vectors. Enumeration also tells how much memory plans of the least value leave free.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.compiler.prices.acceptance_profile import DraftEntry
+from flexspec.compiler.prices.problem import TIE, Problem, SsmPlace
+from flexspec.compiler.prices.rounds import Prices, micro_batch_counts
+
+ENUMERATED = 200_000
+EXPANSIONS = 3_000
+Vector = NDArray[np.float64]
+FORMULA = "max(latency, micro-batches * bottleneck) of a round / committed tokens (/ batch, unless latency)"
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What is known about a plan's value: no plan of the space is below ``bound_us``.
+
+    ``free_bytes``: the most that plans of the best value leave free on their fullest device; None where not all were
+    looked at.
+    """
+
+    method: str  # "enumeration" or "branch and bound"
+    plans: int  # stage structures over all SSM places
+    choices: int  # (SSM place, draft plan, batch, micro-batches) of a structure, at most
+    best_us: float
+    bound_us: float
+    examined: int
+    free_bytes: int | None = None
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, 1.0 - self.bound_us / self.best_us) if math.isfinite(self.best_us) else 0.0
+
+    @property
+    def proven(self) -> bool:
+        return self.gap <= 1e-9
+
+    def refutes(self, value_us: float, free_bytes: float) -> bool:
+        """There is a plan of lower value, or one as good that leaves more memory free."""
+        return value_us > self.best_us * TIE or (self.free_bytes is not None and self.free_bytes > free_bytes)
+
+    def to_json(self) -> dict[str, object]:
+        names = ("method", "plans", "choices", "best_us", "bound_us", "examined", "gap", "proven", "free_bytes")
+        return {"formula": FORMULA, **{name: getattr(self, name) for name in names}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """A plan begun: blocks placed, nodes used by pool, where the last stage ended, and its times so far."""
+
+    blocks: int
+    nodes: tuple[int, ...]
+    pool: int
+    used: int
+    degree: int
+    latency: Vector
+    bottleneck: Vector
+    free_bytes: float  # on the fullest device so far
+
+
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    """A plan with one stage more, for each number of blocks that this stage may have (the first axis)."""
+
+    begun: _Partial  # blocks, times and free bytes not set
+    blocks: NDArray[np.int64]  # placed in all
+    latency: Vector
+    bottleneck: Vector
+    free_bytes: Vector
+
+    def plan(self, i: int) -> _Partial:
+        return replace(
+            self.begun, blocks=int(self.blocks[i]), latency=self.latency[i], bottleneck=self.bottleneck[i],
+            free_bytes=float(self.free_bytes[i]),
+        )  # fmt: skip
+
+
+class _Space:
+    """All plans of one SSM place, with times as vectors over (draft plan, requests of the micro-batch)."""
+
+    def __init__(self, problem: Problem, place: SsmPlace) -> None:
+        self.problem, self.place = problem, place
+        self.blocks = problem.llm.blocks
+        self.pools = problem.pools(place)
+        batches = (problem.requests,) if problem.objective == "latency" else problem.batches
+        self.choices: list[tuple[DraftEntry, int, int]] = [
+            (entry, batch, count)
+            for entry in problem.entries_at(place)
+            for batch in batches
+            for count in micro_batch_counts(batch)
+        ]
+        keys = list(dict.fromkeys((entry, -(-batch // count)) for entry, batch, count in self.choices))
+        self.prices = [Prices(problem, place, *key) for key in keys]
+        self.index = np.array([keys.index((e, -(-b // m))) for e, b, m in self.choices])
+        self.counts = np.array([m for _, _, m in self.choices], np.float64)
+        self.tokens = np.array([entry.committed_tokens for entry, _, _ in self.choices])
+        self.batch = np.array([batch for _, batch, _ in self.choices], np.float64)
+        self.each = np.array([price.each_us for price in self.prices])
+        self.fixed = np.array([price.fixed_us for price in self.prices])
+        self.floor = np.array([price.fixed_bottleneck_us for price in self.prices])
+        self.table: dict[tuple[int, int, bool, bool], tuple[Vector, Vector, int]] = {}
+        self.room: dict[tuple[int, int, bool, bool], tuple[int, int]] = {}
+        self.hops: dict[tuple[int, int, int, bool], Vector] = {}
+
+    def stage(self, kind: int, degree: int, first: bool, last: bool) -> tuple[Vector, Vector, int]:
+        """(time of a block, of the ends, most blocks)."""
+        key = (kind, degree, first, last)
+        if key not in self.table:
+            block = np.array([price.unit_us(kind, degree, "block") for price in self.prices])
+            ends = np.array([price.ends_us(kind, degree, first=first, last=last) for price in self.prices])
+            cap = self.problem.most_blocks(kind, degree, self.place, first=first, last=last)
+            self.table[key] = (block, ends, cap)
+        return self.table[key]
+
+    def free(self, kind: int, degree: int, blocks: NDArray[np.int64], first: bool, last: bool) -> Vector:
+        """Bytes that a stage leaves free on its devices, by number of blocks."""
+        key = (kind, degree, first, last)
+        if key not in self.room:
+            self.room[key] = self.problem.free_bytes(kind, degree, self.place, first=first, last=last)
+        room, per_block = self.room[key]
+        return np.asarray(room - per_block * blocks, np.float64)
+
+    def hop(self, kind: int, source: int, target: int, new: bool) -> Vector:
+        key = (kind, source, target, new)
+        if key not in self.hops:
+            self.hops[key] = np.array([price.hop_us(kind, source, target, new_node=new) for price in self.prices])
+        return self.hops[key]
+
+    def slots(self, nodes: tuple[int, ...], pool: int, used: int) -> Iterator[tuple[int, int, int, bool]]:
+        """(pool, devices used before, degree, on a new node) of every possible next stage."""
+        starts = [(pool, used, False)] if pool >= 0 else []
+        starts += [(k, 0, True) for k, each in enumerate(self.pools) if nodes[k] < each.count]
+        for (k, taken, new), degree in itertools.product(starts, self.problem.legal_degrees):
+            if taken + degree <= self.pools[k].devices:
+                yield k, taken, degree, new
+
+    def values(self, latency: Vector, bottleneck: Vector) -> Vector:
+        """The objective of every choice; the last axis is the choices."""
+        period = np.maximum(latency[..., self.index], self.counts * bottleneck[..., self.index])
+        per_request: Vector = period / self.tokens
+        if self.problem.objective == "latency":
+            return per_request
+        if self.problem.objective == "goodput":
+            per_request = np.where(per_request > self.problem.limit_us, math.inf, per_request)
+        return per_request / self.batch
+
+    def count(self) -> int:
+        """Number of stage structures that fit."""
+        known: dict[tuple[int, tuple[int, ...], int, int], int] = {}
+
+        def count_from(done: int, nodes: tuple[int, ...], pool: int, used: int) -> int:
+            key = (done, nodes, pool, used)
+            if key not in known:
+                total = 0
+                for k, taken, degree, new in self.slots(nodes, pool, used):
+                    after = _add(nodes, k) if new else nodes
+                    kind, left = self.pools[k].kind, self.blocks - done
+                    total += self.stage(kind, degree, done == 0, True)[2] >= left
+                    most = min(self.stage(kind, degree, done == 0, False)[2], left - 1)
+                    for blocks in range(1, most + 1):
+                        total += count_from(done + blocks, after, k, taken + degree)
+                known[key] = total
+            return known[key]
+
+        return count_from(0, (0,) * len(self.pools), -1, 0)
+
+    def start(self) -> _Partial:
+        free = self.problem.drafting_free_bytes(self.place)
+        return _Partial(0, (0,) * len(self.pools), -1, 0, 0, self.fixed, self.floor, free)
+
+    def grow(self, plan: _Partial, last: bool) -> Iterator[_Grown]:
+        """Every next stage, with all numbers of blocks that it may have."""
+        for k, taken, degree, new in self.slots(plan.nodes, plan.pool, plan.used):
+            kind, left = self.pools[k].kind, self.blocks - plan.blocks
+            first = plan.blocks == 0
+            block, ends, cap = self.stage(kind, degree, first, last)
+            least, most = (left, min(cap, left)) if last else (1, min(cap, left - 1))
+            if most < least:
+                continue
+            blocks = np.arange(least, most + 1)
+            time = blocks[:, None] * block + ends
+            hop = np.zeros_like(block) if first else self.hop(kind, plan.degree, degree, new)
+            nodes = _add(plan.nodes, k) if new else plan.nodes
+            latency = plan.latency + time + hop
+            bottleneck = np.maximum(np.maximum(plan.bottleneck, hop), time + self.each)
+            free = np.minimum(plan.free_bytes, self.free(kind, degree, blocks, first, last))
+            begun = replace(plan, nodes=nodes, pool=k, used=taken + degree, degree=degree)
+            yield _Grown(begun, plan.blocks + blocks, latency, bottleneck, free)
+
+    def enumerate(self) -> list[tuple[float, float]]:
+        """(least value, bytes free on the fullest device) of every plan, by depth-first enumeration."""
+        plans: list[tuple[float, float]] = []
+        stack = [self.start()]
+        while stack:
+            plan = stack.pop()
+            for grown in self.grow(plan, last=True):
+                plans.append((float(self.values(grown.latency, grown.bottleneck).min()), float(grown.free_bytes[0])))
+            for grown in self.grow(plan, last=False):
+                stack.extend(grown.plan(i) for i in range(len(grown.blocks)))
+        return plans
+
+    @cached_property
+    def least(self) -> tuple[Vector, Vector, Vector]:
+        """(time of a block, device time of a block, time of a last stage's ends), the least over kinds and degrees."""
+        kinds = {pool.kind for pool in self.pools}
+        fit = [
+            (self.stage(kind, degree, False, False)[0], degree)
+            for kind in kinds
+            for degree in self.problem.legal_degrees
+            if any(pool.kind == kind and degree <= pool.devices for pool in self.pools)
+        ]
+        ends = [self.stage(k, d, False, True)[1] for k in kinds for d in self.problem.legal_degrees]
+        return (
+            np.min([block for block, _ in fit], axis=0),
+            np.min([block * degree for block, degree in fit], axis=0),
+            np.min(ends, axis=0),
+        )
+
+    def bound(self, grown: _Grown) -> Vector:
+        """No completion has a lower value: the rest at the fastest, and shared evenly by the devices that are left."""
+        block, work, ends = self.least
+        begun, bottleneck = grown.begun, grown.bottleneck
+        left = (self.blocks - grown.blocks)[:, None]
+        devices = self.pools[begun.pool].devices - begun.used if begun.pool >= 0 else 0
+        devices += sum(pool.devices * (pool.count - n) for pool, n in zip(self.pools, begun.nodes, strict=True))
+        busy = np.maximum(bottleneck, left * work / max(1, devices) + self.each) if devices else np.inf
+        busy = np.maximum(bottleneck, busy)
+        rest: Vector = self.values(grown.latency + left * block + ends, busy).min(axis=1)
+        return rest
+
+
+def _add(nodes: tuple[int, ...], k: int) -> tuple[int, ...]:
+    return (*nodes[:k], nodes[k] + 1, *nodes[k + 1 :])
+
+
+def prove(problem: Problem, incumbent_us: float, *, expansions: int = EXPANSIONS) -> Certificate:
+    """Check ``incumbent_us`` against the whole space: its least value is named, or bounded from below."""
+    spaces = [_Space(problem, place) for place in problem.places()]
+    plans = sum(space.count() for space in spaces)
+    choices = sum(len(space.choices) for space in spaces)
+    if plans <= ENUMERATED:
+        results = [plan for space in spaces for plan in space.enumerate()]
+        assert len(results) == plans, f"counted {plans} plans, enumerated {len(results)}"
+        best = min((value for value, _ in results), default=math.inf)
+        free = max((free for value, free in results if value <= best * TIE), default=0.0)
+        return Certificate("enumeration", plans, choices, best, best, plans, int(free))
+    return _branch_and_bound(spaces, plans, choices, incumbent_us, expansions)
+
+
+def _branch_and_bound(
+    spaces: list[_Space], plans: int, choices: int, incumbent_us: float, expansions: int
+) -> Certificate:
+    """Best first: what is least promising is never looked at; the head of the queue bounds what is not."""
+    best, serial = incumbent_us, itertools.count()
+    queue = [(0.0, next(serial), space, space.start()) for space in spaces]
+    heapq.heapify(queue)
+    examined = 0
+    while queue and examined < expansions and queue[0][0] < best:
+        _, _, space, plan = heapq.heappop(queue)
+        examined += 1
+        for grown in space.grow(plan, last=True):
+            best = min(best, float(space.values(grown.latency, grown.bottleneck).min()))
+        for grown in space.grow(plan, last=False):
+            bounds = space.bound(grown)
+            for i in np.flatnonzero(bounds < best):
+                heapq.heappush(queue, (float(bounds[i]), next(serial), space, grown.plan(int(i))))
+    bound = min(best, queue[0][0]) if queue else best
+    return Certificate("branch and bound", plans, choices, best, bound, examined)

@@ -1,0 +1,119 @@
+"""Prices a plan that was written by hand: its devices become cuts and an SSM place of the problem, or a typed error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from flexspec.compiler.artifact.plan import Plan
+from flexspec.compiler.planner.plan_choice import (
+    Layout,
+    best_choice,
+    ladder,
+    make_plan,
+    plan_bytes,
+    predicted_figures,
+    ssm_devices,
+)
+from flexspec.compiler.planner.plan_file import FIX, HandPlan, read_plan, wrong
+from flexspec.compiler.planner.search import Candidate
+from flexspec.compiler.prices.acceptance_profile import OFF
+from flexspec.compiler.prices.problem import Problem, SsmPlace
+from flexspec.compiler.prices.rounds import Cut
+from flexspec.errors import PlanError
+
+
+def score_plan(problem: Problem, plan: HandPlan) -> Candidate:
+    """The plan's price. Raises PlanError for stages that cannot be, CapacityError with the bytes of a rank too full."""
+    place, cuts = _place(problem, plan), stage_cuts(problem, plan)
+    if place not in problem.places():
+        room = ", ".join(dict.fromkeys(each.name for each in problem.places()))
+        raise wrong(f"{plan.source}: ssm = {place.name!r}", f"a place with room for the SSMs: {room}")
+    for i, (cut, held) in enumerate(zip(cuts, plan_bytes(problem, place, cuts), strict=True)):
+        if not held.fits:
+            device = problem.kind(cut.kind).device.name
+            raise held.refuse(
+                f"{plan.source}: a rank of stage {i} ({cut.blocks} blocks, degree {cut.degree}, {device})"
+            )
+    offered = (OFF, *problem.drafting) if place.name != "none" else (OFF,)
+    entries = [entry for entry in offered if plan.draft in (None, entry.draft)]
+    if not entries:
+        known = ", ".join(entry.draft for entry in offered)
+        raise wrong(f"{plan.source}: draft: {plan.draft!r}", f"one of the acceptance profile: {known}")
+    batch = plan.batch or problem.requests
+    if batch > problem.requests:
+        expected = f"at most {problem.requests}, the requests planned for"
+        raise PlanError(f"{plan.source}: batch {batch}", expected, "pass --requests")
+    if (plan.micro_batches or 1) > batch:
+        raise wrong(f"{plan.source}: {plan.micro_batches} micro-batches of {batch} requests", "at most one a request")
+    found = best_choice(problem, place, cuts, entries, plan.batch, plan.micro_batches)
+    if found is None:
+        expected = f"at most {problem.limit_us:g} us a token"
+        raise PlanError(f"{plan.source}: a plan that misses the limit", expected, "loosen --limit-ms")
+    return found
+
+
+def priced_plan(problem: Problem, path: Path, plan: HandPlan, found: Candidate) -> Plan:
+    """The plan of file ``path`` with its price, to be written: on its own devices, with what it says of drafting.
+
+    A JSON plan keeps its ladder; that of a TOML plan is made, as far as it names no draft plan or micro-batches.
+    """
+    if path.suffix == ".json":
+        kept = read_plan(path, len(problem.ssms), found.entry.draft)
+        return replace(kept, machine=problem.machine.name, predicted=predicted_figures(found), certificate=())
+    rungs = ladder(problem, found.place, found.cuts, draft=plan.draft, micro_batches=plan.micro_batches)
+    return make_plan(problem, found, None, "hand", hand_layout(problem, plan, found.place), rungs)
+
+
+def hand_layout(problem: Problem, plan: HandPlan, place: SsmPlace) -> Layout:
+    """The devices that the plan names."""
+    stages = tuple(devices for _, devices in plan.stages)
+    if place.name == "own":
+        return Layout(stages, tuple((device,) for device in plan.ssm_devices))
+    return Layout(stages, ssm_devices(problem, place, stages))
+
+
+def stage_cuts(problem: Problem, plan: HandPlan) -> tuple[Cut, ...]:
+    """The stages as the search writes them. A node is entered once: leaving it and coming back is not in the space."""
+    machine = problem.machine
+    if plan.blocks != problem.llm.blocks:
+        raise wrong(f"{plan.source}: stages of {plan.blocks} blocks", f"{problem.llm.blocks}, the model's")
+    for device in (*(device for _, devices in plan.stages for device in devices), *plan.ssm_devices):
+        if device >= machine.devices:
+            raise wrong(f"{plan.source}: device {device}", f"0 to {machine.devices - 1}, the machine's devices")
+    cuts: list[Cut] = []
+    seen: list[int] = []
+    for i, (blocks, devices) in enumerate(plan.stages):
+        nodes = {machine.device_node(device) for device in devices}
+        if len(nodes) > 1:
+            found = f"{plan.source}: stage {i} on devices {list(devices)} of {len(nodes)} nodes"
+            raise wrong(found, "devices of one node")
+        node, degree = nodes.pop(), len(devices)
+        if degree not in problem.llm.ranks:
+            reason = problem.llm.refused.get(degree, f"one of {', '.join(map(str, sorted(problem.llm.ranks)))}")
+            found = f"{plan.source}: stage {i} of degree {degree}"
+            raise PlanError(found, reason, "pass --degrees with it, or choose another")
+        if node in seen[:-1]:
+            raise wrong(f"{plan.source}: stage {i} comes back to node {node}", "stages of a node one after the other")
+        new_node = bool(seen) and node != seen[-1]
+        cuts.append(Cut(machine.node_kind(node), degree, blocks, new_node))
+        if not seen or new_node:
+            seen.append(node)
+    return tuple(cuts)
+
+
+def _place(problem: Problem, plan: HandPlan) -> SsmPlace:
+    name = plan.place or ("first" if problem.ssms else "none")
+    if name != "none" and not problem.drafting:
+        raise PlanError(f"{plan.source}: ssm = {name!r} and no SSM", "an SSM to place", f"pass --ssm, or {FIX}")
+    if name != "own":
+        return SsmPlace(name)
+    if len(plan.ssm_devices) != len(problem.ssms):
+        found = f"{plan.source}: ssm_devices {list(plan.ssm_devices)}"
+        raise wrong(found, f"a device for each of {len(problem.ssms)} SSMs")
+    machine = problem.machine
+    inside = [device for device in plan.ssm_devices if device < machine.devices]
+    nodes = {machine.device_node(device) for device in inside}
+    if len(nodes) != 1:
+        raise wrong(f"{plan.source}: ssm_devices {list(plan.ssm_devices)}", "devices of one node of the machine")
+    return SsmPlace("own", machine.node_kind(nodes.pop()))

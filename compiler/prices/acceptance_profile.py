@@ -1,0 +1,140 @@
+"""Acceptance profiles: how many tokens a round commits with each draft plan, measured, from JSON files.
+
+A profile is data from a run, or transcribed from a publication that is named in it; no number of it is in the code.
+``flexspec bench --acceptance`` writes one. Files that ship lie in compiler/prices/acceptance/.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexspec.compiler.checked_table import Table, read_table
+from flexspec.compiler.prices.shipped import find_file, shipped_names, unknown_words
+from flexspec.errors import ProfileError
+
+FORMAT = "flexspec acceptance 1"
+PROFILES = Path(__file__).parent / "acceptance"
+MAX_NODES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class DraftEntry:
+    """One draft plan: mean nodes at each depth below the root, and mean tokens that a round commits.
+
+    ``ssm_rows``: rows that a request gives to each SSM step; the first feeds what the last round committed.
+    ``most_nodes``: of a round's tree, for memory (0: every level's mean, rounded up).
+    """
+
+    draft: str
+    levels: tuple[float, ...]
+    committed_tokens: float
+    ssm_rows: tuple[float, ...]
+    most_nodes: int = 0
+
+    @property
+    def nodes(self) -> float:
+        return sum(self.levels)
+
+    def rows(self, requests: int) -> int:
+        """Rows of the verify step: every node and the root of each request."""
+        return math.ceil(requests * (1 + self.nodes) - 1e-9)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a request's largest tree, the root among them."""
+        return 1 + max(self.most_nodes, sum(math.ceil(level - 1e-9) for level in self.levels))
+
+
+OFF = DraftEntry("off", (), 1.0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceProfile:
+    """Where the numbers come from, and an entry a draft plan."""
+
+    name: str
+    llm: str
+    ssms: tuple[str, ...]
+    origin: str
+    date: str
+    prompts: str
+    sampling: str
+    entries: tuple[DraftEntry, ...]
+
+    def source(self) -> str:
+        return f"{self.name}: {self.llm} with {' + '.join(self.ssms) or 'no SSM'}, {self.sampling}; {self.origin}"
+
+
+def shipped_profiles() -> list[str]:
+    return shipped_names(PROFILES, ".json")
+
+
+def open_acceptance(name_or_path: str) -> AcceptanceProfile:
+    """A profile by the name of one that ships, or by its path. Raises ProfileError."""
+    path = find_file(name_or_path, PROFILES, ".json")
+    if path is None:
+        expected = f"a .json file or one of {', '.join(shipped_profiles())}"
+        found, fix = unknown_words(name_or_path)
+        raise ProfileError(f"acceptance profile {found}", expected, fix)
+    return read_acceptance(read_table(path, "an acceptance profile as JSON", wrong), path.stem)
+
+
+def find_acceptance(ssms: Sequence[str]) -> AcceptanceProfile:
+    """The shipped profile that was measured with these SSMs. Raises ProfileError when there is none."""
+    for name in shipped_profiles():
+        profile = open_acceptance(name)
+        if profile.ssms == tuple(ssms):
+            return profile
+    raise ProfileError(
+        f"no acceptance profile for {' + '.join(ssms)}",
+        f"one that was measured with them (shipped: {', '.join(shipped_profiles())})",
+        "pass --acceptance FILE; flexspec bench ARTIFACT --acceptance measures one",
+    )
+
+
+def read_acceptance(table: Table, name: str) -> AcceptanceProfile:
+    """Check and take over a profile. Raises ProfileError naming what is wrong."""
+    sources = ("llm", "origin", "date", "prompts", "sampling")
+    table.only(("format", "ssms", *sources, "entries"))
+    written = table.text("format")
+    if written != FORMAT:
+        raise table.error("format", f"{written!r}", repr(FORMAT))
+    texts = {key: table.text(key) for key in sources}
+    entries = tuple(_entry(part) for part in table.array("entries"))
+    profile = AcceptanceProfile(name, ssms=table.texts("ssms"), entries=entries, **texts)
+    table.done()
+    if len({entry.draft for entry in entries}) < len(entries):
+        raise table.error("entries", "a draft plan twice", "each draft plan once")
+    return profile
+
+
+def _entry(part: Table) -> DraftEntry:
+    part.only(("draft", "levels", "committed_tokens"), ("ssm_rows", "most_nodes", "rounds"))
+    draft, levels = part.text("draft"), part.numbers("levels")
+    if draft == "off":
+        raise part.error("draft", "'off'", "a draft plan other than off, which is one token a round")
+    if not levels or sum(levels) > MAX_NODES:
+        raise part.error("levels", f"{sum(levels):g} nodes", f"above 0 and at most {MAX_NODES}")
+    committed, most = part.number("committed_tokens"), 1 + sum(min(1.0, level) for level in levels)
+    if not 1.0 <= committed <= most + 1e-9:
+        expected = f"1 to {most:g}: one, and one a level at most"
+        raise part.error("committed_tokens", f"{committed:g} ({draft})", expected)
+    rows = (float(math.ceil(committed)), *levels[:-1])
+    if part.has("ssm_rows"):
+        rows = part.numbers("ssm_rows")
+        if max(rows, default=0.0) > MAX_NODES:
+            raise part.error("ssm_rows", f"{max(rows):g}", f"at most {MAX_NODES} rows a step")
+    most_nodes = sum(math.ceil(level - 1e-9) for level in levels)
+    if part.has("most_nodes"):
+        most_nodes = part.count("most_nodes", MAX_NODES, most_nodes)
+    if part.has("rounds"):
+        part.count("rounds", 1 << 62)
+    part.done()
+    return DraftEntry(draft, levels, committed, rows, most_nodes)
+
+
+def wrong(found: str, expected: str) -> ProfileError:
+    return ProfileError(f"acceptance profile {found}", expected, "correct the file, or measure it again")

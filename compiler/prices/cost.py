@@ -1,0 +1,105 @@
+"""Times in microseconds of operators, collectives, hops and units of a model, from a machine's constants.
+
+An operator takes max(flops / peak, bytes / bandwidth) + launch; a measured table of the device overrides the first
+part. Collectives follow alpha-beta, the best of one-shot, ring and tree.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flexspec.compiler.prices.machine import Device, Link, Points
+from flexspec.compiler.prices.profile import Call, Sizes
+from flexspec.types import DType
+
+
+def op_us(device: Device, dtype: DType, call: Call, sizes: Sizes) -> float:
+    """One operator on one device. Views, which move nothing, take no time."""
+    flops, moved_bytes = call.flops(sizes), call.bytes(sizes)
+    if not flops and not moved_bytes:
+        return 0.0
+    peaks = device.peaks(dtype, call.record.name)
+    peak, bandwidth = peaks.flops_per_s, peaks.bandwidth_bytes_per_s
+    points = device.measured.get(call.record.name)
+    if points:
+        ideal_us = max(flops / peak.value, moved_bytes / bandwidth.value) * 1e6
+        return interpolate(points, ideal_us) + device.launch_us.effective
+    return max(flops / peak.effective, moved_bytes / bandwidth.effective) * 1e6 + device.launch_us.effective
+
+
+def interpolate(points: Points, ideal_us: float) -> float:
+    """The measured time for an ideal one: straight lines between points, in proportion outside them."""
+    if ideal_us <= points[0][0]:
+        return points[0][1]  # a small job takes no less than the smallest that was measured
+    if ideal_us >= points[-1][0]:
+        return points[-1][1] * ideal_us / points[-1][0]
+    i = bisect_right(points, (ideal_us, float("inf")))
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    return y0 + (y1 - y0) * (ideal_us - x0) / (x1 - x0)
+
+
+def all_reduce_us(link: Link, count_bytes: float, degree: int) -> float:
+    """The sum of ``count_bytes`` a rank, on all of ``degree`` ranks: best of one-shot, ring and tree.
+
+    A measured table of the link overrides it.
+    """
+    if degree == 1:
+        return 0.0
+    alpha, per_byte = link.alpha_us.effective, 1e6 / link.bandwidth_bytes_per_s.effective
+    levels = (degree - 1).bit_length()
+    one_shot = alpha + (degree - 1) * count_bytes * per_byte
+    ring = 2 * (degree - 1) * (alpha + count_bytes / degree * per_byte)
+    tree = 2 * levels * (alpha + count_bytes * per_byte)
+    points = link.measured.get("all_reduce")
+    ideal = min(one_shot, ring, tree)
+    return interpolate(points, ideal) if points else ideal
+
+
+def all_gather_us(link: Link, count_bytes: float, degree: int) -> float:
+    """The shares of ``degree`` ranks joined to ``count_bytes`` on each: best of one-shot and ring.
+
+    A measured table of the link overrides it.
+    """
+    if degree == 1:
+        return 0.0
+    alpha, per_byte = link.alpha_us.effective, 1e6 / link.bandwidth_bytes_per_s.effective
+    received = (degree - 1) / degree * count_bytes * per_byte
+    ideal = min(alpha + received, (degree - 1) * alpha + received)
+    points = link.measured.get("all_gather")
+    return interpolate(points, ideal) if points else ideal
+
+
+def broadcast_us(link: Link, count_bytes: float, ranks: int) -> float:
+    """From one rank to ``ranks`` - 1 others, by a tree."""
+    return (ranks - 1).bit_length() * link.transfer_us(count_bytes) if ranks > 1 else 0.0
+
+
+def hop_us(between: Link, inside: Link, count_bytes: float, source: int, target: int, *, shared: bool) -> float:
+    """Activations from a stage of ``source`` ranks to one of ``target``, as the partition pass sends them.
+
+    min(source, target) copies travel, at once where every device has the link, one after the other where nodes share it
+    (``shared``); ranks of the target beyond ``source`` get theirs from a fellow.
+    """
+    copies = min(source, target) if shared else 1
+    return between.transfer_us(copies * count_bytes) + broadcast_us(inside, count_bytes, -(-target // source))
+
+
+def call_us(device: Device, link: Link, dtype: DType, call: Call, sizes: Sizes, degree: int) -> float:
+    """An operator or, if ranks meet in it, the collective."""
+    name = call.record.name
+    if name == "reduce":
+        return all_reduce_us(link, link.sent_bytes(call.inputs[0].bytes(sizes), dtype), degree)
+    if name == "combine":
+        result = call.outputs[0]
+        if call.joins_logits and device.processor == "cpu":  # greedy rounds tell each rank's best alone (cpu_rank.py)
+            result = replace(result, dims=(result.dims[0], 2 * degree))
+        return all_gather_us(link, link.sent_bytes(result.bytes(sizes), dtype), degree)
+    assert not call.record.exchange, f"{name} inside a stage has no price"
+    return op_us(device, dtype, call, sizes)
+
+
+def unit_us(device: Device, link: Link, dtype: DType, calls: Sequence[Call], sizes: Sizes, degree: int) -> float:
+    """All operators of a unit, one after the other."""
+    return sum(call_us(device, link, dtype, call, sizes, degree) for call in calls)

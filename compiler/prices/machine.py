@@ -1,0 +1,290 @@
+"""Machines: devices, the nodes that hold them, and the links between, read from TOML files.
+
+Every constant carries the value (datasheet or fit), a correction factor, and where both come from. Effective = value *
+correction. Files that ship lie in compiler/prices/machines/; :func:`open_machine` takes a name of one or a path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flexspec.compiler.checked_table import Table, read_table
+from flexspec.compiler.prices.shipped import find_file, shipped_names, unknown_words
+from flexspec.errors import MachineError
+from flexspec.types import DType
+
+MACHINES = Path(__file__).parent / "machines"
+MAX_DEVICES = 4096
+MAX_KINDS = 8
+
+Points = tuple[tuple[float, float], ...]  # (ideal microseconds, measured microseconds), ascending in both
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """``value`` as its source gives it, times ``correction``."""
+
+    value: float
+    correction: float
+    origin: str
+
+    @property
+    def effective(self) -> float:
+        return self.value * self.correction
+
+
+NOTHING = Constant(0.0, 1.0, "not in the file: not priced")
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What one operator reaches of a device, where that is far from what the device gives to others."""
+
+    bandwidth_bytes_per_s: Constant
+    flops_per_s: Constant
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Device:
+    """One device. ``measured``: per operator name, what an operator of some ideal time really takes (see cost.py).
+
+    ``operators``: per operator name, its own peaks. ``processor``: "cpu" or "gpu".
+    """
+
+    name: str
+    memory_bytes: Constant
+    reserve_bytes: Constant  # held back: context of the driver, allocator's loss
+    bandwidth_bytes_per_s: Constant
+    flops_per_s: Constant  # matrix products in bf16 or f16
+    f32_flops_per_s: Constant
+    launch_us: Constant  # per operator
+    measured: Mapping[str, Points] = field(default_factory=dict)
+    operators: Mapping[str, Peaks] = field(default_factory=dict)
+    processor: str = "gpu"
+
+    def peaks(self, dtype: DType, operator: str) -> Peaks:
+        """Bandwidth and arithmetic that an operator is priced with."""
+        flops = self.f32_flops_per_s if dtype is DType.F32 else self.flops_per_s
+        return self.operators.get(operator) or Peaks(self.bandwidth_bytes_per_s, flops)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Link:
+    """A transfer of n bytes takes ``alpha_us`` + n / ``bandwidth_bytes_per_s``; bandwidth per device and direction.
+
+    ``element_bytes``: width of an activation on its way, where that is not its own.
+    """
+
+    name: str
+    alpha_us: Constant
+    bandwidth_bytes_per_s: Constant
+    measured: Mapping[str, Points] = field(default_factory=dict)  # "all_reduce" and "all_gather", likewise
+    element_bytes: Constant | None = None
+
+    def transfer_us(self, count_bytes: float) -> float:
+        return self.alpha_us.effective + count_bytes / self.bandwidth_bytes_per_s.effective * 1e6
+
+    def sent_bytes(self, count_bytes: float, dtype: DType) -> float:
+        """Bytes that ``count_bytes`` of activations in ``dtype`` are on the way."""
+        return count_bytes * (self.element_bytes.effective / dtype.size_bytes if self.element_bytes else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKind:
+    """``count`` equal nodes, each with ``devices`` equal devices that ``link`` connects."""
+
+    device: Device
+    devices: int
+    link: Link
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """``network`` joins nodes; None for one node. The rest is the host's work.
+
+    ``round_us`` and ``request_us`` come once a round and for each of its requests; ``step_us`` and
+    ``step_request_us`` (0 where a file has none) for each step of a stage or an SSM, and each request of an SSM's step.
+    """
+
+    name: str
+    about: str
+    kinds: tuple[NodeKind, ...]
+    network: Link | None
+    round_us: Constant
+    request_us: Constant
+    step_us: Constant = NOTHING
+    step_request_us: Constant = NOTHING
+
+    @property
+    def devices(self) -> int:
+        return sum(kind.devices * kind.count for kind in self.kinds)
+
+    @property
+    def nodes(self) -> int:
+        return sum(kind.count for kind in self.kinds)
+
+    def node_kinds(self) -> tuple[NodeKind, ...]:
+        """The kind of every node, in the order in which devices are numbered."""
+        return tuple(kind for kind in self.kinds for _ in range(kind.count))
+
+    def node_kind(self, node: int) -> int:
+        """The number of the kind of node ``node``."""
+        return next(i for i, kind in enumerate(self.kinds) if node < sum(k.count for k in self.kinds[: i + 1]))
+
+    def device_node(self, index: int) -> int:
+        """The node of device ``index``; devices are numbered node by node."""
+        first = 0
+        for node, kind in enumerate(self.node_kinds()):
+            first += kind.devices
+            if index < first:
+                return node
+        raise PlanIndexError(index, self.devices)
+
+    def constants(self) -> list[tuple[str, Constant]]:
+        """Every constant with its place in the file, for the page and for ``--json``."""
+        rows: list[tuple[str, Constant]] = [
+            (f"host.{name}", getattr(self, name)) for name in HOST_KEYS if getattr(self, name) is not NOTHING
+        ]
+        for device in {kind.device.name: kind.device for kind in self.kinds}.values():
+            rows += [(f"devices.{device.name}.{name}", getattr(device, name)) for name in DEVICE_KEYS]
+            for operator, peaks in device.operators.items():
+                place = f"devices.{device.name}.operators.{operator}"
+                rows += [(f"{place}.{name}", getattr(peaks, name)) for name in PEAK_KEYS]
+        links = {kind.link.name: kind.link for kind in self.kinds if kind.devices > 1}
+        if self.network:
+            links[self.network.name] = self.network
+        for link in links.values():
+            rows += [(f"links.{link.name}.{name}", getattr(link, name)) for name in LINK_KEYS]
+            rows += [(f"links.{link.name}.element_bytes", link.element_bytes)] if link.element_bytes else []
+        return rows
+
+
+class PlanIndexError(MachineError):
+    """A plan names a device that the machine does not have."""
+
+    def __init__(self, index: int, devices: int) -> None:
+        super().__init__(f"device {index}", f"0 to {devices - 1}, the machine's devices", "correct the ranks' devices")
+
+
+DEVICE_KEYS = (
+    "memory_bytes",
+    "reserve_bytes",
+    "bandwidth_bytes_per_s",
+    "flops_per_s",
+    "f32_flops_per_s",
+    "launch_us",
+)
+LINK_KEYS = ("alpha_us", "bandwidth_bytes_per_s")
+PEAK_KEYS = ("bandwidth_bytes_per_s", "flops_per_s")
+HOST_KEYS = ("round_us", "request_us", "step_us", "step_request_us")
+_MAY_BE_ZERO = ("reserve_bytes", "launch_us", "alpha_us", *HOST_KEYS)
+_PROCESSORS = {"cpu": "cpu", "gpu": "gpu"}
+
+
+def shipped_machines() -> list[str]:
+    """Names of the machine files that come with flexspec."""
+    return shipped_names(MACHINES, ".toml")
+
+
+def open_machine(name_or_path: str) -> Machine:
+    """The machine of a shipped file's name or of a TOML file's path. Raises MachineError."""
+    path = find_file(name_or_path, MACHINES, ".toml")
+    if path is None:
+        found, fix = unknown_words(name_or_path)
+        raise MachineError(f"machine {found}", f"a .toml file or one of {', '.join(shipped_machines())}", fix)
+    return read_machine(read_table(path, "a machine file", _wrong))
+
+
+def _wrong(found: str, expected: str) -> MachineError:
+    return MachineError(found, expected, "correct the machine file")
+
+
+def read_machine(table: Table) -> Machine:
+    """Check and take over a machine file. Raises MachineError naming the key and what it may hold."""
+    table.only(("name", "about", "devices", "links", "host", "nodes"), ("network",))
+    name, about = table.text("name"), table.text("about")
+    devices = {key: _device(key, part) for key, part in table.tables("devices").items()}
+    links = {key: _link(key, part) for key, part in table.tables("links").items()}
+    host = table.table("host")
+    host.only(HOST_KEYS[:2], HOST_KEYS[2:])
+    kinds = tuple(_kind(part, devices, links) for part in table.array("nodes"))
+    work = {key: _constant(host, key) for key in HOST_KEYS if key in HOST_KEYS[:2] or host.has(key)}
+    host.done()
+    network = None
+    if table.has("network"):
+        part = table.table("network")
+        part.only(("link",))
+        network = part.choice("link", links)
+        part.done()
+    table.done()
+    machine = Machine(name, about, kinds, network, **work)
+    if not 1 <= machine.devices <= MAX_DEVICES or len(kinds) > MAX_KINDS:
+        found = f"{machine.devices} devices in {len(kinds)} kinds of nodes"
+        raise table.error("nodes", found, f"1 to {MAX_DEVICES} devices and at most {MAX_KINDS} kinds")
+    if machine.nodes > 1 and network is None:
+        raise table.error("network", f"{machine.nodes} nodes and no [network]", 'a [network] with link = "NAME"')
+    return machine
+
+
+def _kind(part: Table, devices: Mapping[str, Device], links: Mapping[str, Link]) -> NodeKind:
+    part.only(("device", "devices", "link", "count"))
+    device = part.choice("device", devices)
+    kind = NodeKind(device, part.count("devices", MAX_DEVICES), part.choice("link", links), part.count("count", 4096))
+    part.done()
+    return kind
+
+
+def _device(name: str, part: Table) -> Device:
+    part.only(DEVICE_KEYS, ("measured", "operators", "processor"))
+    constants = {key: _constant(part, key) for key in DEVICE_KEYS}
+    measured = _measured(part)
+    operators = part.tables("operators") if part.has("operators") else {}
+    peaks = {operator: _peaks(entry) for operator, entry in operators.items()}
+    processor = part.choice("processor", _PROCESSORS) if part.has("processor") else "gpu"
+    part.done()
+    if constants["reserve_bytes"].effective >= constants["memory_bytes"].effective:
+        found = f"{constants['reserve_bytes'].effective:.3g} of {constants['memory_bytes'].effective:.3g} bytes"
+        raise part.error("reserve_bytes", found, "less than the device's memory")
+    return Device(name, **constants, measured=measured, operators=peaks, processor=processor)
+
+
+def _peaks(part: Table) -> Peaks:
+    part.only(PEAK_KEYS)
+    peaks = Peaks(**{key: _constant(part, key) for key in PEAK_KEYS})
+    part.done()
+    return peaks
+
+
+def _link(name: str, part: Table) -> Link:
+    part.only(LINK_KEYS, ("measured", "element_bytes"))
+    measured = _measured(part)
+    element = _constant(part, "element_bytes") if part.has("element_bytes") else None
+    link = Link(name, _constant(part, "alpha_us"), _constant(part, "bandwidth_bytes_per_s"), measured, element)
+    part.done()
+    return link
+
+
+def _measured(part: Table) -> dict[str, Points]:
+    if not part.has("measured"):
+        return {}
+    return {name: _points(rows) for name, rows in part.tables("measured").items()}
+
+
+def _points(part: Table) -> Points:
+    part.only(("points", "origin"))
+    points = part.points("points")
+    part.text("origin")
+    part.done()
+    return points
+
+
+def _constant(part: Table, key: str) -> Constant:
+    entry = part.table(key, "a table such as {value = 1.0, correction = 1.0, origin = '...'}")
+    entry.only(("value", "correction", "origin"))
+    value = entry.number("value", zero=key in _MAY_BE_ZERO)
+    constant = Constant(value, entry.number("correction"), entry.text("origin"))
+    entry.done()
+    return constant

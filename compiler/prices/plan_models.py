@@ -1,0 +1,66 @@
+"""Profiles of models to plan for: a bare config.json is enough, since a plan needs shapes and no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from flexspec.compiler.frontends.files import read_json_object
+from flexspec.compiler.frontends.huggingface import FUSED_STATE, read_config
+from flexspec.compiler.frontends.open_model import open_model
+from flexspec.compiler.frontends.settings import Settings
+from flexspec.compiler.prices.price_only import OPT, OPT_NOTE, build_opt, opt_config
+from flexspec.compiler.prices.profile import ModelProfile, profile_model
+from flexspec.errors import ModelConfigError
+from flexspec.models.config import ModelConfig
+from flexspec.models.registry import build_model
+from flexspec.ops.experts import expected_experts
+from flexspec.types import DType
+
+EXPECTED = "a config.json, a Hugging Face folder or a .gguf file"
+
+
+def open_profile(path: Path, dtype: DType, degrees: Sequence[int] = (1,), *, ssm: bool = False) -> ModelProfile:
+    """Price basis of a model. Raises the loaders' errors (ModelFileError, ModelConfigError)."""
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix != ".json":
+        model = open_model(path, EXPECTED)
+        return profile_model(path.stem, model.config, dtype, build_model, degrees=degrees, ssm=ssm)
+    settings = Settings(read_json_object(file, "a Hugging Face config.json"), file)
+    name = path.resolve().name if path.is_dir() else path.stem
+    if OPT in settings.strings("architectures"):
+        config = opt_config(settings)
+        return profile_model(name, config, dtype, build_opt, degrees=degrees, ssm=ssm, note=OPT_NOTE)
+    config, architecture = read_config(settings, file)
+    build = build_model
+    if architecture == FUSED_STATE:
+        if not ssm:
+            raise ModelConfigError(f"{file} is an SSM of architecture {FUSED_STATE}", "an LLM", "pass it with --ssm")
+        build = partial(build_model, reduced_vocab_size=settings.integer("reduced_vocab_size", config.vocab_size))
+        taps = settings.token_ids("tap_layers")
+        return replace(profile_model(name, config, dtype, build, degrees=degrees, ssm=ssm), taps=taps)
+    return profile_model(name, config, dtype, build, degrees=degrees, ssm=ssm, note=_experts_note(config))
+
+
+def _experts_note(config: ModelConfig) -> str:
+    """What a mixture's prices rest on."""
+    if not config.experts:
+        return ""
+    one, many = (expected_experts(config.experts, config.experts, config.experts_per_token, rows) for rows in (1, 16))
+    return (
+        f"a step is priced by the experts that its rows are taken to read, {one:.1f} of {config.experts} for one row, "
+        f"{many:.1f} for 16, if each chose by chance; rows of one text choose alike and read fewer"
+    )
+
+
+def check_same_vocabulary(llm: ModelConfig, ssms: Sequence[ModelProfile]) -> None:
+    """Refuse an SSM that drafts ids the LLM does not know."""
+    for ssm in ssms:
+        if ssm.config.vocab_size != llm.vocab_size:
+            raise ModelConfigError(
+                f"SSM {ssm.name} with a vocabulary of {ssm.config.vocab_size}",
+                f"the LLM's, {llm.vocab_size}",
+                "choose an SSM of the same tokenizer",
+            )

@@ -1,0 +1,211 @@
+"""What one rank of a model runs and holds, at every tensor-parallel degree: the basis of all prices.
+
+Nothing here is a formula of an architecture. The model file's graph with two blocks is cut for a degree by the
+partition pass and lowered, as for serving; the rank with the largest share is kept. Its nodes before block 0, of block
+0 and after block 1 are priced by their operator records; a model is a front, a back and equal blocks between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from flexspec.compiler.artifact.plan import Stage
+from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES, Pass, lower_ranks
+from flexspec.errors import PartitionError, PlanError
+from flexspec.graph import Graph, Node
+from flexspec.models.config import ModelConfig
+from flexspec.ops.record import Attrs, OpRecord, record_of
+from flexspec.types import PAGE_TOKENS, DType, Role, TensorType
+
+Sizes = dict[str, int]
+UNITS = ("front", "block", "back")  # before the blocks, one block, after the blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operator on a rank's operands. ``joins_logits``: it makes the ranks' shares of the logits whole."""
+
+    record: OpRecord
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+    attrs: Attrs
+    joins_logits: bool = False
+
+    def flops(self, sizes: Sizes) -> int:
+        return self.record.flops(self.inputs, self.outputs, self.attrs, sizes)
+
+    def bytes(self, sizes: Sizes) -> int:
+        return self.record.bytes(self.inputs, self.outputs, self.attrs, sizes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankProfile:
+    """The largest share of a degree. ``shared_bytes``: weights that front and back both read (tied embeddings)."""
+
+    degree: int
+    calls: Mapping[str, tuple[Call, ...]]  # by unit
+    weight_bytes: Mapping[str, int]  # by unit
+    shared_bytes: int
+    kv_bytes_per_token: int  # of one block
+    graph: Graph
+
+    def peak_bytes(self, sizes: Sizes, *, back: bool) -> int:
+        """Most bytes of activations alive at once, in two blocks (and after them, with ``back``)."""
+        nodes = self.graph.nodes
+        return peak_bytes(nodes if back else nodes[: len(nodes) - len(self.calls["back"])], sizes)
+
+
+def peak_bytes(nodes: Sequence[Node], sizes: Sizes) -> int:
+    """Most bytes of activations alive at once when nodes run in order."""
+    last = {name: i for i, node in enumerate(nodes) for name in node.inputs}
+    alive: dict[str, int] = {}
+    peak = 0
+    for i, node in enumerate(nodes):
+        for value in node.outputs:
+            if value.type.role is Role.ACTIVATION:
+                alive[value.name] = value.type.bytes(sizes)
+        peak = max(peak, sum(alive.values()))
+        for name in [name for name in alive if last.get(name, -1) <= i]:
+            del alive[name]
+    return peak
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelProfile:
+    """A model: its blocks, and the rank of each degree. ``refused`` says why a degree cannot be."""
+
+    name: str
+    config: ModelConfig
+    dtype: DType
+    ranks: Mapping[int, RankProfile]
+    refused: Mapping[int, str]
+    note: str = ""
+    taps: tuple[int, ...] = ()  # of an SSM: layers of the LLM whose states it reads
+
+    @property
+    def blocks(self) -> int:
+        return self.config.layers
+
+    @property
+    def hidden_bytes(self) -> int:
+        """One row of what goes from stage to stage."""
+        return self.config.hidden_size * self.dtype.size_bytes
+
+    @property
+    def reads_features(self) -> int:
+        """Columns of the LLM's states that an SSM reads; 0 for one that reads none, and for an LLM."""
+        inputs = self.ranks[1].graph.inputs
+        return next((_extent(value.type.dims[-1]) for value in inputs if value.type.role is Role.ACTIVATION), 0)
+
+    def weight_bytes(self) -> int:
+        """The whole model."""
+        rank = self.ranks[1]
+        held = rank.weight_bytes
+        return held["front"] + held["back"] + self.blocks * held["block"] - rank.shared_bytes
+
+
+BuildGraph = Callable[[ModelConfig, DType], Graph]
+
+
+def profile_model(
+    name: str,
+    config: ModelConfig,
+    dtype: DType,
+    build: BuildGraph,
+    *,
+    degrees: Sequence[int] = (1,),
+    ssm: bool = False,
+    note: str = "",
+) -> ModelProfile:
+    """Cut and lower the model for each degree; those the partition pass refuses are left out with its reason.
+
+    Raises PlanError for a model whose blocks differ.
+    """
+    if config.dense_layers:
+        raise PlanError(
+            f"{name}, where experts alternate with dense layers ({', '.join(map(str, config.dense_layers[:6]))} ...)",
+            "equal decoder blocks",
+            "write the plan of this model by hand",
+        )
+    graph = build(replace(config, layers=2), dtype)
+    passes = SSM_PASSES if ssm else LLM_PASSES
+    ranks: dict[int, RankProfile] = {}
+    refused: dict[int, str] = {}
+    for degree in dict.fromkeys((1, *degrees)):
+        try:
+            ranks[degree] = _rank_profile(graph, degree, passes)
+        except PartitionError as error:
+            refused[degree] = f"{error.found}: needs {error.expected}"
+    return ModelProfile(name, config, dtype, ranks, refused, note)
+
+
+def step_sizes(rows: int, requests: int, context_tokens: int, page_tokens: int = PAGE_TOKENS) -> Sizes:
+    """The letters of a step of ``rows`` rows in all, every row with logits (tree verification)."""
+    each = -(-rows // requests)
+    pages, words = -(-(context_tokens + each) // page_tokens), -(-each // 64)
+    return {
+        "T": rows, "L": rows, "R": requests, "R1": requests + 1, "S": context_tokens, "B": pages,
+        "P": pages * requests, "W": words,
+    }  # fmt: skip
+
+
+def _rank_profile(graph: Graph, degree: int, passes: Sequence[Pass]) -> RankProfile:
+    parts = lower_ranks(graph, (Stage(0, 2, tuple(range(degree))),), passes)
+    largest = max((part.graph for part in parts), key=_weight_and_kv)
+    starts = [_first_of_block(largest, i) for i in range(2)]
+    length = starts[1] - starts[0]
+    nodes = largest.nodes
+    split = {
+        "front": nodes[: starts[0]],
+        "block": nodes[starts[0] : starts[1]],
+        "back": nodes[starts[1] + length :],
+    }
+    again = nodes[starts[1] : starts[1] + length]
+    if [node.op for node in again] != [node.op for node in split["block"]]:
+        raise PlanError(
+            f"blocks of {graph.name} that differ", "equal decoder blocks", "this model cannot be priced block by block"
+        )
+    types = largest.types()
+    reads = {unit: _weights(part, types) for unit, part in split.items()}
+    shared = reads["front"] & reads["back"]
+    size = partial(_bytes_of, types=types)
+    kv = [types[name] for node in split["block"] for name in node.inputs if types[name].role is Role.KV]
+    return RankProfile(
+        degree,
+        {unit: tuple(_call(node, types, unit) for node in part) for unit, part in split.items()},
+        {unit: size(names) for unit, names in reads.items()},
+        size(shared),
+        sum(kind.dtype.size_bytes * _extent(kind.dims[2]) * _extent(kind.dims[3]) for kind in kv),
+        largest,
+    )
+
+
+def _weight_and_kv(graph: Graph) -> int:
+    """Orders ranks by their share: weights, and what a page of cache takes."""
+    return sum(v.type.bytes({"P": 1}) for v in graph.inputs if v.type.role in (Role.WEIGHT, Role.KV))
+
+
+def _first_of_block(graph: Graph, block: int) -> int:
+    prefix = f"layers.{block}."
+    return next(i for i, node in enumerate(graph.nodes) if any(name.startswith(prefix) for name in node.inputs))
+
+
+def _weights(nodes: Sequence[Node], types: Mapping[str, TensorType]) -> set[str]:
+    return {name for node in nodes for name in node.inputs if types[name].role is Role.WEIGHT}
+
+
+def _bytes_of(names: set[str], types: Mapping[str, TensorType]) -> int:
+    return sum(types[name].bytes({}) for name in names)
+
+
+def _call(node: Node, types: Mapping[str, TensorType], unit: str) -> Call:
+    inputs = tuple(types[name] for name in node.inputs)
+    joins = unit == "back" and node.op == "combine"
+    return Call(record_of(node), inputs, tuple(value.type for value in node.outputs), dict(node.attrs), joins)
+
+
+def _extent(dim: int | str) -> int:
+    assert isinstance(dim, int)
+    return dim

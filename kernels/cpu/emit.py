@@ -1,0 +1,244 @@
+"""How each CPU kernel key turns a node into template calls. Keys are those of the operator records."""
+
+from __future__ import annotations
+
+from flexspec.errors import CompileError
+from flexspec.graph import Node
+from flexspec.kernels.cpu.exchange import embedding_share, exchange, send
+from flexspec.kernels.cpu.experts import moe_experts, router
+from flexspec.kernels.cpu.places import Place, kernel_of, row_count
+from flexspec.kernels.cpu.render import Emit, Emitter, record_expression
+from flexspec.ops.linear import group_parts
+from flexspec.types import Role
+
+
+def _float(e: Emitter, name: str) -> str:
+    return e.read(name, elem=False)
+
+
+def _elem(e: Emitter, name: str) -> str:
+    return e.read(name, elem=True)
+
+
+def _vector(e: Emitter, *names: str) -> str:
+    return f"c.weight<float>({e.weight('vector', names)})"
+
+
+def _matrix(e: Emitter, *names: str) -> str:
+    return f"c.weight<{e.elem}>({e.weight('matrix', names)})"
+
+
+def _result(e: Emitter, node: Node) -> Place:
+    name = node.outputs[0].name
+    return e.allocate(name, elem=e.wants_elem(name))
+
+
+def _in_place(e: Emitter, index: int, name: str, out: str) -> Place:
+    """Storage for ``out``: that of ``name`` (float32) when nobody reads it any more, else new."""
+    root, target = e.roots.root[name], e.roots.root[out]
+    place = e.places.get(root, {}).get(False)
+    if place is None or e.roots.last_use[root] > index:
+        return e.allocate(out, elem=False)
+    e.places.setdefault(target, {})[False] = place
+    return place
+
+
+def _kind(e: Emitter, place: Place) -> str:
+    return e.elem if place.elem else "float"
+
+
+def embedding(e: Emitter, index: int, node: Node) -> None:
+    ids, table = node.inputs
+    if e.graph.inputs[0].name != ids:
+        raise CompileError(f"embedding reads {ids}", "the step's ids_T", "feed token ids straight into embedding")
+    if node.attrs:  # first_row
+        embedding_share(e, node, _matrix(e, table))
+        return
+    out = e.allocate(node.outputs[0].name, elem=False)
+    e.call(f"embedding<{e.elem}, {e.columns(table)}>(c, tid, s.T, s.ids, {_matrix(e, table)}, {e.rows(out)})")
+
+
+def rms_norm(e: Emitter, index: int, node: Node) -> None:
+    x, w = node.inputs
+    dims = node.outputs[0].type.dims
+    heads, size = (1, dims[1]) if len(dims) == 2 else (dims[1], dims[2])
+    source = _float(e, x)
+    per_head = len(dims) == 3
+    out = _in_place(e, index, x, node.outputs[0].name) if per_head else _result(e, node)
+    operands = f"{source}, {_vector(e, w)}, {node.attr('eps')!r}f, {e.rows(out)}"
+    e.call(f"rms_norm<{_kind(e, out)}, {size}>(c, tid, {row_count(e.graph, x)}, {heads}, {operands})")
+
+
+def rope(e: Emitter, index: int, node: Node) -> None:
+    from flexspec.ops.rope import rope_tables
+
+    x, _ = node.inputs
+    _, heads, size = node.outputs[0].type.dims
+    assert isinstance(size, int)
+    attrs = dict(node.attrs)
+    positions = node.attr("max_positions")
+    assert isinstance(positions, int)
+    key = (f"rope[{size}]" + ",".join(f"{k}={v}" for k, v in node.attrs),)
+    table = rope_tables(attrs, size, positions)
+    cos, sin = e.weight("cos", key, table), e.weight("sin", key, table)
+    source = _float(e, x)
+    out = _in_place(e, index, x, node.outputs[0].name)
+    tables = f"c.weight<float>({cos}), c.weight<float>({sin})"
+    e.call(f"rope<{size}>(c, tid, s.T, {heads}, {source}, s.positions, {tables}, {e.rows(out)})")
+
+
+def attention(e: Emitter, index: int, node: Node) -> None:
+    q, k, v = node.inputs[:3]
+    types = e.graph.types()
+    heads, kv_heads, size = types[q].dims[1], types[k].dims[1], types[q].dims[2]
+    shape = f"{e.elem}, {heads}, {kv_heads}, {size}"
+    layer = len(e.layer_types)
+    e.layer_types.append(shape)
+    operands = ", ".join(_float(e, name) for name in (q, k, v))
+    out = e.allocate(node.outputs[0].name, elem=True)
+    # Writing K/V is row-local; the barrier inside the kernel separates it from the reads.
+    target = e.rows(out, elem_type=True)
+    e.call(f"attention<{shape}>(c, s, tid, c.kv_layer({layer}), {operands}, {target}, {node.attr('scale')!r}f)")
+    e.row_local = False
+
+
+def _bias(e: Emitter, names: tuple[str, ...]) -> str:
+    return _vector(e, *names) if names else "nullptr"
+
+
+def linear(e: Emitter, index: int, node: Node) -> None:
+    x, w, *bias = node.inputs
+    n, k = e.graph.types()[w].dims
+    name = node.outputs[0].name
+    if name == e.graph.outputs[0]:
+        e.call(
+            f"gemm_logits<{e.elem}, {k}, {n}>(c, s, tid, {_elem(e, x)}, {_matrix(e, w)}, {_bias(e, tuple(bias))})",
+            row_local=False,
+        )
+        return
+    source = _elem(e, x)
+    out = e.allocate(name, elem=False)
+    epilogue = f"StoreRows{{{e.rows(out)}, {_bias(e, tuple(bias))}}}"
+    e.call(
+        f"gemm<{e.elem}, {k}, {n}>(c, tid, {row_count(e.graph, x)}, {source}, {_matrix(e, w)}, {epilogue})",
+        row_local=False,
+    )
+
+
+def linear_group(e: Emitter, index: int, node: Node) -> None:
+    count, biased = node.attr("count"), node.attr("biased")
+    assert isinstance(count, int) and isinstance(biased, bool)
+    parts = group_parts(count, biased)
+    weights = tuple(node.inputs[w] for w, _ in parts)
+    biases = tuple(node.inputs[b] for _, b in parts if b is not None)
+    widths = [e.columns(value.name) for value in node.outputs]
+    source = _elem(e, node.inputs[0])
+    whole = e.allocate(node.outputs[0].name, elem=False, columns=sum(widths))
+    column = 0
+    for value, columns in zip(node.outputs, widths, strict=True):
+        e.places[e.roots.root[value.name]] = {False: Place(whole.buffer, False, whole.ld, column)}
+        column += columns
+    k = e.columns(weights[0])
+    epilogue = f"StoreRows{{{e.rows(whole)}, {_bias(e, biases)}}}"
+    e.call(f"gemm<{e.elem}, {k}, {column}>(c, tid, s.T, {source}, {_matrix(e, *weights)}, {epilogue})", row_local=False)
+
+
+def linear_swiglu(e: Emitter, index: int, node: Node) -> None:
+    x, gate, up = node.inputs
+    f, k = e.graph.types()[gate].dims
+    source = _elem(e, x)
+    out = e.allocate(node.outputs[0].name, elem=True)
+    weight = f"c.weight<{e.elem}>({e.weight('swiglu', (gate, up))})"
+    operands = f"{source}, {weight}, {e.rows(out, elem_type=True)}"
+    e.call(f"gemm_swiglu<{e.elem}, {k}, {f}>(c, tid, {row_count(e.graph, x)}, {operands})", row_local=False)
+
+
+def linear_add(e: Emitter, index: int, node: Node) -> None:
+    x, w, residual, *bias = node.inputs
+    n, k = e.graph.types()[w].dims
+    source, addend = _elem(e, x), _float(e, residual)
+    out = _in_place(e, index, residual, node.outputs[0].name)
+    epilogue = f"AddRows{{{e.rows(out)}, {addend}, {_bias(e, tuple(bias))}}}"
+    e.call(
+        f"gemm<{e.elem}, {k}, {n}>(c, tid, {row_count(e.graph, x)}, {source}, {_matrix(e, w)}, {epilogue})",
+        row_local=False,
+    )
+
+
+def rowwise(e: Emitter, index: int, node: Node) -> None:
+    if not 1 <= len(node.inputs) <= 2:
+        raise CompileError(
+            f"row-wise operator {node.op} has {len(node.inputs)} operands", "one or two", "split it in two"
+        )
+    sources = [_float(e, name) for name in node.inputs]
+    out = _result(e, node)
+    body = f"[](vf x0, vf x1) -> vf {{ (void)x0, (void)x1; return {record_expression(node)}; }}"
+    shape = f"{row_count(e.graph, node.inputs[0])}, {e.columns(node.inputs[0])}"
+    operands = f"{sources[0]}, {sources[-1]}, {e.rows(out)}, {body}"
+    e.call(f"elementwise<{_kind(e, out)}>(c, tid, {shape}, {operands})")
+
+
+def select_rows(e: Emitter, index: int, node: Node) -> None:
+    x, _ = node.inputs
+    source = _float(e, x)
+    out = _result(e, node)
+    e.call(
+        f"select_rows<{_kind(e, out)}>(c, tid, s.L, {e.columns(x)}, {source}, s.logit_rows, {e.rows(out)})",
+        row_local=False,
+    )
+
+
+def partition(e: Emitter, index: int, node: Node) -> None:
+    """A rank's columns of a whole value, copied: what works in place on them must leave the others alone."""
+    (x,) = node.inputs
+    dim, first = node.attr("dim"), node.attr("first")
+    dims = e.graph.types()[x].dims
+    assert isinstance(dim, int) and isinstance(first, int)
+    if dim != 1:
+        raise CompileError(f"a partition along dim {dim}", "dim 1", "cut the model elsewhere")
+    inner = e.columns(x) // int(dims[1])  # behind the dim that is cut
+    out = _result(e, node)
+    whole = _float(e, x)
+    source = f"Rows<float>{{{whole}.p + {first * inner}, {whole}.ld}}"
+    shape = f"{row_count(e.graph, x)}, {e.columns(node.outputs[0].name)}"
+    e.call(f"copy_rows<float, {_kind(e, out)}>(c, tid, {shape}, {source}, {e.rows(out)})")
+
+
+def view(e: Emitter, index: int, node: Node) -> None:
+    """Storage is shared with the operand: nothing to do."""
+
+
+def export_features(e: Emitter) -> None:
+    """Copy the graph's feature outputs, side by side, to the caller's buffer."""
+    types = e.graph.types()
+    sent = {value.name for node in e.graph.nodes if kernel_of(node) == "send" for value in node.outputs}
+    names = [n for n in e.graph.outputs[1:] if types[n].role is Role.ACTIVATION and n not in sent]
+    total = sum(e.columns(name) for name in names)
+    if names:
+        e.lines.append("    if (s.features_out) {")
+    for name in names:
+        target = f"Rows<float>{{s.features_out + {e.feature_column}, {total}}}"
+        e.call(f"copy_rows<float, float>(c, tid, s.T, {e.columns(name)}, {_float(e, name)}, {target})")
+        e.feature_column += e.columns(name)
+    if names:
+        e.lines.append("    }")
+
+
+EMITTERS: dict[str, Emit] = {
+    "embedding": embedding,
+    "rms_norm": rms_norm,
+    "rope": rope,
+    "attention": attention,
+    "linear": linear,
+    "linear_group": linear_group,
+    "linear_swiglu": linear_swiglu,
+    "linear_add": linear_add,
+    "rowwise": rowwise,
+    "select_rows": select_rows,
+    "view": view,
+    "partition": partition,
+    "router": router,
+    "moe_experts": moe_experts,
+    "exchange": exchange,
+    "send": send,
+}

@@ -1,0 +1,101 @@
+"""CPU code of a rank among several: where it meets the others, and what it holds a part of.
+
+A program with exchanges calls back into the process that runs it, on the thread that called the step, with the number
+of the node in the graph and the rows to give and to fill. What is done there is a transport's affair
+(runtime/executors/cpu_rank.py). Which rank it is stands nowhere in a program: ranks whose shares are of one size run
+the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexspec.errors import CompileError
+from flexspec.graph import Graph, Node
+from flexspec.kernels.cpu.places import has_exchanges, row_count
+from flexspec.kernels.cpu.render import Emitter
+from flexspec.ops.record import record_of
+from flexspec.text import print_node
+
+_NOTHING = "Rows<float>{nullptr, 0}"
+
+# Rendered into programs that need it. The pointer is the thread's: several ranks in one process may share a library.
+HELPERS = """
+// Exchanges with other ranks: the thread that called the step hands them over (kernels/cpu/exchange.py).
+using OnExchange = void (*)(int node, int rows, const float* in, int in_ld, float* out, int out_ld);
+thread_local OnExchange on_exchange = nullptr;
+thread_local int first_id = 0;  // of the vocabulary rows that the rank holds
+inline void exchange(int tid, int node, int rows, Rows<float> in, Rows<float> out) {
+  if (tid == 0) on_exchange(node, rows, in.p, in.ld, out.p, out.ld);
+}
+// Ids of the rows that this rank holds, counted from its first, others as 0; then [T] whether it holds them.
+inline void own_ids(int tid, int T, const int32_t* ids, int held, int32_t* own) {
+  if (tid != 0) return;
+  for (int t = 0; t < T; t++) {
+    own[T + t] = ids[t] >= first_id && ids[t] < first_id + held;
+    own[t] = own[T + t] ? ids[t] - first_id : 0;
+  }
+}
+inline void zero_others(Ctx& c, int tid, int T, const int32_t* own, Rows<float> y, int columns) {
+  Range rows = share(T, tid, c.team.size());
+  for (int t = rows.lo; t < rows.hi; t++)
+    if (!own[T + t])
+      for (int k = 0; k < columns; k++) y.row(t)[k] = 0;
+}
+"""
+ENTRY = """
+extern "C" void fs_on_exchange(OnExchange f, int first) { on_exchange = f, first_id = first; }
+"""
+
+
+def split_logits(graph: Graph) -> tuple[Graph, Node | None]:
+    """The graph up to a rank's share of the logits, and the combine that makes them whole (None: they are).
+
+    Logits are written straight to the caller; what joins them comes after the step.
+    """
+    last = next((node for node in graph.nodes if node.outputs[0].name == graph.outputs[0]), None)
+    if last is None or last.op != "combine":
+        return graph, None
+    nodes = tuple(node for node in graph.nodes if node is not last)
+    return Graph(graph.name, graph.inputs, nodes, (last.inputs[0], *graph.outputs[1:])), last
+
+
+def comment_of(node: Node) -> str:
+    """The node as text, without what tells one rank from another."""
+    ranked = record_of(node).exchange or "first_row" in dict(node.attrs)
+    return print_node(replace(node, attrs=()) if ranked else node)
+
+
+def first_id(graph: Graph) -> int:
+    """Where this rank's part of the vocabulary begins; 0 if it has none, or all."""
+    firsts = [value for node in graph.nodes for key, value in node.attrs if key == "first_row"]
+    return firsts[0] if firsts and isinstance(firsts[0], int) else 0
+
+
+def exchange(e: Emitter, index: int, node: Node) -> None:
+    """A reduce, combine, replicate or recv: rows in (where the rank has any), rows out."""
+    operand, result = node.inputs[0], node.outputs[0]
+    source = e.read(operand, elem=False) if e.graph.types()[operand].dtype.is_float else _NOTHING
+    out = e.allocate(result.name, elem=False)
+    e.call(f"exchange(tid, {index}, {row_count(e.graph, result.name)}, {source}, {e.rows(out)})", row_local=False)
+
+
+def send(e: Emitter, index: int, node: Node) -> None:
+    """Rows in only: nobody here reads the result."""
+    source = e.read(node.inputs[0], elem=False)
+    e.call(f"exchange(tid, {index}, {row_count(e.graph, node.inputs[0])}, {source}, {_NOTHING})", row_local=False)
+
+
+def embedding_share(e: Emitter, node: Node, matrix: str) -> None:
+    """Rows of the ids that this rank holds, zeros for the others."""
+    if not has_exchanges(e.graph):
+        raise CompileError(
+            f"an embedding of a part of the vocabulary, {node.attrs}", "a graph that sums it up", "plan one rank"
+        )
+    ids, table = node.inputs
+    held, columns = e.graph.types()[table].dims[0], e.columns(table)
+    out = e.rows(e.allocate(node.outputs[0].name, elem=False))
+    own = f"reinterpret_cast<int32_t*>(buf<float>(c, {e.arena.take(64, padded=True)}))"  # 16 numbers a row
+    e.call(f"own_ids(tid, s.T, s.ids, {held}, {own})", row_local=False)
+    e.call(f"embedding<{e.elem}, {columns}>(c, tid, s.T, {own}, {matrix}, {out})")
+    e.call(f"zero_others(c, tid, s.T, {own}, {out}, {columns})")

@@ -1,0 +1,246 @@
+"""Random cases of tree attention and a float64 reference for them: how the generated kernels are checked.
+
+Shape letters as in tree_attention.py. Used by the tests (Triton's interpreter) and by the check on a GPU. Owns cases,
+inputs, reference and tolerances; it launches through tree_attention.py like everybody else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.kernels.gpu.launch import Kernels
+from flexspec.kernels.gpu.spec import Variant
+from flexspec.kernels.gpu.tree_attention import row_tiles, step_tables, tree_attention
+from flexspec.types import PAGE_TOKENS, DType
+
+if TYPE_CHECKING:
+    import torch
+
+# Largest absolute difference from float64 for inputs of unit variance: one unit in the last place of an output around
+# 1 to 4, plus the rounding of softmax weights to the operand type before the second product.
+TOLERANCE = {DType.F32: 2e-5, DType.F16: 4e-3, DType.BF16: 3e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One request. ``kind``: tree (random), forest (random, many roots), star, chain (as bits), causal (as a flag)."""
+
+    kind: str
+    context: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A step to check. ``split_keys`` small makes several splits of a short context."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    parts: tuple[Part, ...]
+    dtype: DType = DType.F32
+    mode: str = "tree_verify"
+    mask_words: int = 1
+    row_tile: int = 16
+    split_keys: int = 512
+    padding_tiles: int = 0
+
+    def variant(self) -> Variant:
+        group = self.heads // self.kv_heads
+        return Variant(self.mode, self.head_dim, group, self.mask_words, self.dtype, self.row_tile)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Inputs of a case; ``ancestors_TW`` and the integer tables as in runtime's StepBatch."""
+
+    q_THD: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page_table_RB: NDArray[np.int32]
+    starts_R1: NDArray[np.int32]
+    contexts_R: NDArray[np.int32]
+    causal_R: NDArray[np.uint8]
+    ancestors_TW: NDArray[np.uint64]
+
+
+def _parents(part: Part, rng: np.random.Generator) -> tuple[int, ...]:
+    n = part.tokens
+    if part.kind == "star":
+        return (-1,) + (0,) * (n - 1)
+    if part.kind in ("tree", "forest"):
+        lowest = 0 if part.kind == "tree" else -1
+        return (-1,) + tuple(int(rng.integers(lowest, i)) for i in range(1, n))
+    return tuple(range(-1, n - 1))
+
+
+def _ancestors(part: Part, words: int, rng: np.random.Generator) -> NDArray[np.uint64]:
+    if part.kind == "causal":  # must not matter: random bits would show it
+        return rng.integers(0, 2**64, (part.tokens, words), np.uint64)
+    table = np.zeros((part.tokens, words), np.uint64)
+    for row, parent in enumerate(_parents(part, rng)):
+        table[row] = table[parent] if parent >= 0 else 0
+        table[row, row // 64] |= np.uint64(1 << (row % 64))
+    return table
+
+
+def make_inputs(case: Case, seed: int, device: str) -> StepInputs:
+    """Random inputs of a case: unit normal q, K and V, shuffled pages, and NaN in every slot no row may read."""
+    import torch
+
+    rng = np.random.default_rng(seed)
+    lengths = [part.context + part.tokens for part in case.parts]
+    width = -(-max(lengths) // PAGE_TOKENS)
+    pages = width * len(lengths) + 2
+    table = rng.permutation(pages)[: width * len(lengths)].reshape(len(lengths), width).astype(np.int32)
+    used = np.zeros(pages * PAGE_TOKENS, bool)
+    for row, length in zip(table, lengths, strict=True):
+        index = np.arange(length)
+        used[row[index // PAGE_TOKENS] * PAGE_TOKENS + index % PAGE_TOKENS] = True
+    dtype = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}[case.dtype]
+
+    def normal(*shape: int) -> NDArray[np.float32]:
+        return rng.standard_normal(shape, np.float32)
+
+    def cache() -> torch.Tensor:
+        values = normal(pages * PAGE_TOKENS, case.kv_heads, case.head_dim)
+        values[~used] = np.nan
+        shape = (pages, PAGE_TOKENS, case.kv_heads, case.head_dim)
+        return torch.from_numpy(values.reshape(shape)).to(device, dtype)
+
+    starts = np.cumsum([0] + [part.tokens for part in case.parts]).astype(np.int32)
+    return StepInputs(
+        torch.from_numpy(normal(int(starts[-1]), case.heads, case.head_dim)).to(device, dtype),
+        cache(),
+        cache(),
+        table,
+        starts,
+        np.array([part.context for part in case.parts], np.int32),
+        np.array([part.kind == "causal" for part in case.parts], np.uint8),
+        np.concatenate([_ancestors(part, case.mask_words, rng) for part in case.parts]),
+    )
+
+
+def reference(inputs: StepInputs, scale: float) -> torch.Tensor:
+    """Attention [T, H, D] in float64 on the CPU, one row after the other."""
+    import torch
+
+    q, k, v = (t.double().cpu() for t in (inputs.q_THD, inputs.k_cache, inputs.v_cache))
+    share = q.shape[1] // k.shape[2]
+    out = torch.empty_like(q)
+    for r, context in enumerate(inputs.contexts_R.tolist()):
+        first, last = inputs.starts_R1[r : r + 2].tolist()
+        index = np.arange(context + last - first)
+        slots = torch.from_numpy(inputs.page_table_RB[r, index // PAGE_TOKENS] * PAGE_TOKENS + index % PAGE_TOKENS)
+        keys = k.flatten(0, 1)[slots.long()].repeat_interleave(share, 1)
+        values = v.flatten(0, 1)[slots.long()].repeat_interleave(share, 1)
+        for row in range(first, last):
+            words = [int(word) for word in inputs.ancestors_TW[row]]
+            seen = list(range(context)) + [
+                context + j
+                for j in range(last - first)
+                if (j <= row - first if inputs.causal_R[r] else words[j // 64] >> (j % 64) & 1)
+            ]
+            weights = (torch.einsum("hd,shd->hs", q[row], keys[seen]) * scale).softmax(-1)
+            out[row] = torch.einsum("hs,shd->hd", weights, values[seen])
+    return out
+
+
+def run_case(case: Case, kernels: Kernels, inputs: StepInputs, device: str) -> torch.Tensor:
+    """Launch the kernels on the inputs of a case; returns [T, H, D] in the case's dtype."""
+    count = len(row_tiles(inputs.starts_R1, case.variant().tokens_per_tile))
+    tables = step_tables(
+        case.variant(), inputs.page_table_RB, inputs.starts_R1, inputs.contexts_R, inputs.causal_R,
+        inputs.ancestors_TW, device, split_keys=case.split_keys, pad_tiles_to=count + case.padding_tiles,
+    )  # fmt: skip
+    # The order of tiles means nothing. Backwards, a tile that wrote a row of the next one would be seen.
+    tables = replace(tables, tiles_N2=tables.tiles_N2.flip(0).contiguous())
+    return tree_attention(kernels, inputs.q_THD, inputs.k_cache, inputs.v_cache, tables, scale_of(case))
+
+
+def scale_of(case: Case) -> float:
+    return 1.0 / math.sqrt(case.head_dim)
+
+
+def error_of(case: Case, kernels: Kernels, device: str, seed: int = 0) -> float:
+    """Largest absolute difference between the kernels and float64; infinity for NaN."""
+    inputs = make_inputs(case, seed, device)
+    got = run_case(case, kernels, inputs, device).double().cpu()
+    error = float((got - reference(inputs, scale_of(case))).abs().max())
+    return error if error == error else float("inf")
+
+
+def same_bits(case: Case, kernels: Kernels, device: str, seed: int = 0) -> dict[str, bool]:
+    """Whether the rows of each request keep their bits when the request is alone and when its last rows are gone.
+
+    Alone, a request is tiled apart from its neighbours and may need fewer splits, or no merge.
+    """
+    import torch
+
+    inputs = make_inputs(case, seed, device)
+    together = run_case(case, kernels, inputs, device)
+    same = {}
+    for request in range(len(case.parts)):
+        first, last = inputs.starts_R1[request : request + 2].tolist()
+        only = slice(request, request + 1)
+        for rows in range(1, last - first + 1):
+            part = replace(
+                inputs, q_THD=inputs.q_THD[first : first + rows].contiguous(),
+                page_table_RB=inputs.page_table_RB[only], starts_R1=np.array([0, rows], np.int32),
+                contexts_R=inputs.contexts_R[only], causal_R=inputs.causal_R[only],
+                ancestors_TW=inputs.ancestors_TW[first : first + rows],
+            )  # fmt: skip
+            out = run_case(case, kernels, part, device)
+            same[f"request {request}, {rows} rows"] = torch.equal(out, together[first : first + rows])
+    return same
+
+
+def bit_case() -> Case:
+    """Requests of unlike lengths for ``same_bits``: one needs several splits only because of another."""
+    parts = (Part("tree", 40, 9), Part("causal", 150, 3), Part("star", 64, 5))
+    return Case("rows", 2, 1, 32, parts, split_keys=64)
+
+
+def covering_cases() -> tuple[Case, ...]:
+    """Every head dim, group, mask width and kind of request, each with every dtype; 1 to 4 splits."""
+    mixed = (Part("tree", 100, 7), Part("causal", 33, 5), Part("star", 63, 4))
+    deep = (Part("tree", 70, 12), Part("chain", 0, 3))
+    shapes = (
+        Case("d32 mha", 2, 2, 32, (Part("tree", 0, 20), Part("causal", 64, 1))),
+        Case("d64 group 3", 9, 3, 64, mixed, split_keys=64),
+        Case("d80", 2, 2, 80, deep, split_keys=64),
+        Case("d96 group 4", 4, 1, 96, mixed, row_tile=32),
+        Case("d128 group 4", 8, 2, 128, deep, row_tile=64, padding_tiles=2),
+        Case("d128 group 7", 7, 1, 128, mixed, row_tile=64, split_keys=128),
+        Case("d192 group 2", 2, 1, 192, deep),
+        Case("d256", 2, 2, 256, (Part("tree", 31, 6),), split_keys=64),
+        Case("incremental", 6, 2, 64, (Part("causal", 95, 1), Part("forest", 40, 14)), mode="incremental"),
+        Case("two words", 4, 1, 64, (Part("tree", 33, 110), Part("causal", 65, 2)), mask_words=2, row_tile=64),
+        Case("four words", 2, 1, 32, (Part("tree", 5, 200),), mask_words=4, row_tile=64, split_keys=64),
+    )
+    exact = tuple(replace(case, row_tile=16) if case.head_dim > 64 else case for case in shapes)  # see row_tile_for
+    typed = ((exact, DType.F32), (shapes, DType.F16), (shapes, DType.BF16))
+    return tuple(replace(case, dtype=dtype) for cases, dtype in typed for case in cases)
+
+
+def edge_cases() -> tuple[Case, ...]:
+    """Float32 cases at the edges: one row, empty prefix, page, block, split and word boundaries, long chains."""
+    one = [Part("tree", context, 1) for context in (0, 31, 32, 63, 64, 65)]
+    return (
+        Case("one node at page and block edges", 2, 1, 32, tuple(one), split_keys=64),
+        Case("tree across a page edge", 2, 1, 32, (Part("tree", 30, 6), Part("star", 62, 9))),
+        Case("full word", 2, 2, 32, (Part("chain", 40, 64), Part("star", 1, 64)), row_tile=64),
+        Case("node 64 opens the second word", 1, 1, 32, (Part("tree", 0, 65),), mask_words=2, row_tile=64),
+        Case("chain as bits", 2, 1, 64, (Part("chain", 17, 9),)),
+        Case("prefill beyond the mask words", 2, 1, 32, (Part("causal", 0, 150),), row_tile=64, split_keys=64),
+        Case("prefill behind a prefix", 2, 1, 32, (Part("causal", 90, 70), Part("tree", 5, 3)), row_tile=64),
+        Case("short request in a long step", 2, 1, 32, (Part("tree", 2, 2), Part("causal", 250, 1)), split_keys=64),
+        Case("context ends with a split", 2, 1, 32, (Part("star", 128, 5),), split_keys=64),
+        Case("only padding beside one row", 2, 1, 32, (Part("causal", 3, 1),), padding_tiles=3),
+    )

@@ -1,0 +1,132 @@
+"""The attention kernels of an artifact: write source, description and binaries; read them back on the GPU machine.
+
+Layout under ``kernels/``, one folder a variant: ``source.CONFIG.py``, ``TARGET.attend.bin``, ``TARGET.merge.bin`` and
+``meta.json``, which names the file, hash, launch facts and resources of each. Owns that layout; it neither compiles
+nor launches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flexspec.errors import ArtifactError
+from flexspec.kernels.gpu.aot import (
+    CompiledKernel,
+    CompiledVariant,
+    Progress,
+    Resources,
+    compile_variants,
+    resource_rows,
+)
+from flexspec.kernels.gpu.spec import AttentionShape, TileConfig, Variant, target_of
+
+FOLDER = "kernels"
+Emit = Callable[[str, bytes], object]
+ResourceRows = list[dict[str, str | int]]
+
+
+def package_attention(
+    shapes: Sequence[AttentionShape],
+    targets: Sequence[str],
+    out: Emit | Path,
+    *,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> ResourceRows:
+    """Compile what ``shapes`` need for ``targets`` and hand every file to ``out`` (relative path, bytes), or a folder.
+
+    Returns the resource table as rows. The files depend on shapes, targets and Triton's version only. Raises
+    CompileError and ToolchainError as ``compile_variants`` does.
+    """
+    emit = _writer(out) if isinstance(out, Path) else out
+    variants = [shape.variant() for shape in shapes]
+    compiled = compile_variants(variants, targets, cache_dir=cache_dir, progress=progress)
+    for variant in dict.fromkeys(variants):
+        _emit_variant(variant, [each for each in compiled if each.variant == variant], emit)
+    return resource_rows(compiled)
+
+
+def read_packaged(variant: Variant, target: str, read: Callable[[str], bytes]) -> CompiledVariant:
+    """The compiled variant for ``target`` from a package; ``read`` gives a file's bytes by its relative path.
+
+    Raises ArtifactError when the package has no binary for the target or a file does not have its hash.
+    """
+    folder = f"{FOLDER}/{variant.name}"
+    meta = json.loads(read(f"{folder}/meta.json"))
+    if target not in meta["targets"]:
+        raise ArtifactError(
+            f"{folder} holds binaries for {', '.join(meta['targets'])}", f"one for {target}",
+            f"compile again with --target {target}",
+        )  # fmt: skip
+    record = meta["targets"][target]
+    source = _read_checked(read, folder, record["source"]).decode()
+    kernels = {
+        entry: CompiledKernel(_read_checked(read, folder, each), each["meta"], Resources(**each["resources"]))
+        for entry, each in record["kernels"].items()
+    }
+    return CompiledVariant(
+        variant, TileConfig(**record["config"]), target_of(target), record["triton"], source,
+        kernels["attend"], kernels["merge"],
+    )  # fmt: skip
+
+
+def format_rows(rows: ResourceRows) -> str:
+    """The resource table as aligned text, one kernel a line."""
+    if not rows:
+        return ""
+    lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _emit_variant(variant: Variant, compiled: Sequence[CompiledVariant], emit: Emit) -> None:
+    folder = f"{FOLDER}/{variant.name}"
+    targets: dict[str, Any] = {}
+    sources: dict[str, bytes] = {}
+    for each in compiled:
+        source_file = f"source.{each.config.name}.py"
+        sources[source_file] = each.source.encode()
+        kernels = {}
+        for entry, kernel in (("attend", each.attend), ("merge", each.merge)):
+            file = f"{each.target.name}.{entry}.bin"
+            emit(f"{folder}/{file}", kernel.binary)
+            description = {"meta": kernel.meta, "resources": asdict(kernel.resources)}
+            kernels[entry] = _file_record(file, kernel.binary) | description
+        targets[each.target.name] = {
+            "config": asdict(each.config),
+            "triton": each.triton_version,
+            "source": _file_record(source_file, sources[source_file]),
+            "kernels": kernels,
+        }
+    for file, text in sorted(sources.items()):
+        emit(f"{folder}/{file}", text)
+    meta = {"variant": asdict(variant) | {"dtype": variant.dtype.value}, "targets": targets}
+    emit(f"{folder}/meta.json", (json.dumps(meta, sort_keys=True, indent=1) + "\n").encode())
+
+
+def _file_record(file: str, data: bytes) -> dict[str, str]:
+    return {"file": file, "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _read_checked(read: Callable[[str], bytes], folder: str, record: dict[str, Any]) -> bytes:
+    path = f"{folder}/{record['file']}"
+    data = read(path)
+    if hashlib.sha256(data).hexdigest() != record["sha256"]:
+        raise ArtifactError(f"{path} is damaged", f"sha256 {record['sha256']}", "compile the artifact again")
+    return data
+
+
+def _writer(folder: Path) -> Emit:
+    def write(path: str, data: bytes) -> None:
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+
+    return write

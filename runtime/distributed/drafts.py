@@ -1,0 +1,265 @@
+"""Drafting on other ranks: what rank 0 tells an SSM's rank, the trees that come back, and both ends of it.
+
+A message holds what happened to requests since the last one (begun, committed, ended), in order, and the wishes of a
+round; the answer holds their trees. An SSM's contexts, pages and steps are its rank's own: nothing of them travels.
+Bodies are JSON, then raw arrays (features, laws), so that nothing is pickled and floats keep their bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.errors import EngineError
+from flexspec.runtime.drafters.base import DraftRequest, ModelDrafter
+from flexspec.runtime.drafters.plan import DraftPlan
+from flexspec.runtime.drafters.worth import StepWorth
+from flexspec.sampling import SamplingParams
+from flexspec.tree import TokenTree
+
+Bytes = NDArray[np.uint8]
+_GREEDY = SamplingParams()
+_LAW = ("temperature", "top_p", "top_k", "min_p", "seed")
+_LENGTH_BYTES = 8
+
+
+class Post(Protocol):
+    """The way to one rank that drafts, and back; answers come in the order of what was sent."""
+
+    def send(self, body: Bytes) -> None:
+        """Raises EngineError when the rank is gone."""
+        ...
+
+    def receive(self) -> Bytes: ...
+
+
+class _Mailbox:
+    """Another rank's place for requests: what happens to them is kept until the next wish, and told with it."""
+
+    def __init__(self, post: Post, *, reads_features: bool) -> None:
+        self.post = post
+        self._reads_features = reads_features
+        self._events: list[list[Any]] = []
+        self._arrays: list[NDArray[np.float32]] = []
+
+    def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
+        self._tell(["begin", request_id, list(prompt_ids)])
+
+    def observe_prompt(self, request_id: int, start: int, features_KE: NDArray[np.float32] | None) -> None:
+        if self._reads_features:
+            self._tell(["prompt", request_id, start], features_KE)
+
+    def observe(self, request_id: int, committed: Sequence[int], features_KE: NDArray[np.float32] | None) -> None:
+        tokens = [int(token) for token in committed]
+        self._tell(["observe", request_id, tokens], features_KE if self._reads_features else None)
+
+    def end(self, request_id: int) -> None:
+        self._tell(["end", request_id])
+
+    def send(self, name: str, plan: DraftPlan, wishes: Sequence[DraftRequest]) -> None:
+        asked = [_wish(plan, each) for each in wishes]
+        self.post.send(encode({"ssm": name, "events": self._events, "plan": str(plan), "wishes": asked}, self._arrays))
+        self._events, self._arrays = [], []
+
+    def _tell(self, event: list[Any], features_KE: NDArray[np.float32] | None = None) -> None:
+        self._events.append([*event, list(features_KE.shape) if features_KE is not None else None])
+        if features_KE is not None:
+            self._arrays.append(np.array(features_KE, np.float32))  # a copy: the step reuses its buffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A draft under way. ``seconds``: this process's time in it so far."""
+
+    plan: DraftPlan
+    requests: list[DraftRequest]
+    boxes: list[_Mailbox]
+    here: list[DraftRequest]  # those that this process's own drafter has
+    seconds: float
+
+
+class RemoteDrafter:
+    """Rank 0's end for one SSM: a DistantDrafter. Each request belongs to one of the SSM's ranks, the least busy one.
+
+    ``own`` drafts for the requests of this process, if it is one of the SSM's ranks. Raises EngineError when a rank is
+    gone or answers what cannot be.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        posts: Sequence[Post],
+        own: ModelDrafter | None,
+        *,
+        reads_features: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.name, self.reads_features = name, reads_features
+        self.worth: StepWorth | None = None
+        self._own = own
+        self._boxes = [_Mailbox(post, reads_features=reads_features) for post in posts]
+        self._places: list[ModelDrafter | _Mailbox] = [*([own] if own is not None else []), *self._boxes]
+        self._at: dict[int, ModelDrafter | _Mailbox] = {}  # where each request is drafted for
+        self._plan: DraftPlan | None = None
+        self._asked: deque[_Asked] = deque()
+        self._clock = clock
+
+    def use(self, plan: DraftPlan) -> None:
+        self._plan = plan
+
+    def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
+        self.end(request_id)
+        held = list(self._at.values())
+        place = self._at[request_id] = min(self._places, key=held.count)
+        place.begin(request_id, prompt_ids)
+
+    def observe_prompt(self, request_id: int, start: int, features_KE: NDArray[np.float32] | None) -> None:
+        if request_id in self._at:
+            self._at[request_id].observe_prompt(request_id, start, features_KE)
+
+    def observe(self, request_id: int, committed: Sequence[int], features_KE: NDArray[np.float32] | None) -> None:
+        if request_id in self._at:
+            self._at[request_id].observe(request_id, committed, features_KE)
+
+    def end(self, request_id: int) -> None:
+        if request_id in self._at:
+            self._at.pop(request_id).end(request_id)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        self.start(requests)
+        return self.finish()
+
+    def start(self, requests: Sequence[DraftRequest]) -> None:
+        assert self._plan is not None, "use() comes first"
+        began = self._clock()
+        shares = [(box, [each for each in requests if self._at.get(each.request_id) is box]) for box in self._boxes]
+        shares = [(box, wishes) for box, wishes in shares if wishes]
+        for box, wishes in shares:
+            box.send(self.name, self._plan, wishes)
+        here = [each for each in requests if self._own is not None and self._at.get(each.request_id) is self._own]
+        boxes = [box for box, _ in shares]
+        self._asked.append(_Asked(self._plan, list(requests), boxes, here, self._clock() - began))
+
+    def finish(self) -> list[TokenTree]:
+        """The trees of the oldest draft. Requests that ended meanwhile get a root-only tree, if any."""
+        asked = self._asked.popleft()
+        began = self._clock()
+        trees: dict[int, TokenTree] = {}
+        if self._own is not None and asked.here:
+            self._own.use(asked.plan)
+            trees.update(zip([each.request_id for each in asked.here], self._own.propose(asked.here), strict=True))
+        for box in asked.boxes:
+            trees.update(decode_trees(box.post.receive(), self.name))
+        if self.worth is not None:
+            self.worth.ran(0, asked.seconds + self._clock() - began)
+        return [trees.get(each.request_id) or TokenTree.root_only(each.last_token) for each in asked.requests]
+
+
+class DraftHost:
+    """The end of a rank that drafts: runs each message on its SSMs' drafters, by their names."""
+
+    def __init__(self, drafters: Sequence[ModelDrafter]) -> None:
+        self._drafters = {drafter.name: drafter for drafter in drafters}
+
+    def answer(self, body: Bytes) -> Bytes:
+        """The trees that a message asks for. Raises EngineError for one that cannot be."""
+        try:
+            head, array = decode(body)
+            drafter = self._drafters[head["ssm"]]
+            for kind, request_id, *rest in head["events"]:
+                shape = rest.pop()
+                features = array(np.float32, *shape) if shape is not None else None
+                _apply(drafter, kind, request_id, rest, features)
+            drafter.use(DraftPlan.parse(head["plan"]))
+            wishes = [
+                DraftRequest(ident, last, nodes, depth, SamplingParams(**params) if params else _GREEDY)
+                for ident, last, nodes, depth, params in head["wishes"]
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise _garbled(error) from None
+        return encode_trees([wish.request_id for wish in wishes], drafter.propose(wishes))
+
+
+def _apply(
+    drafter: ModelDrafter, kind: str, request_id: int, rest: Sequence[Any], features: NDArray[np.float32] | None
+) -> None:
+    match kind:
+        case "begin":
+            drafter.begin(request_id, rest[0])
+        case "prompt":
+            drafter.observe_prompt(request_id, rest[0], features)
+        case "observe":
+            drafter.observe(request_id, rest[0], features)
+        case "end":
+            drafter.end(request_id)
+        case _:
+            raise ValueError(f"an event {kind!r}")
+
+
+def _wish(plan: DraftPlan, request: DraftRequest) -> list[Any]:
+    """What shapes a law travels only where nodes are drawn by it."""
+    params = {name: getattr(request.params, name) for name in _LAW} if plan.sampled == "mixed" else None
+    return [request.request_id, request.last_token, request.max_nodes, request.max_depth, params]
+
+
+def encode_trees(ids: Sequence[int], trees: Sequence[TokenTree]) -> Bytes:
+    """Trees of requests; drawn nodes with their laws, float64 [V]."""
+    told = [
+        [ident, list(map(int, tree.tokens)), list(tree.parents), list(map(float, tree.scores)), sorted(tree.laws)]
+        for ident, tree in zip(ids, trees, strict=True)
+    ]
+    laws = [tree.laws[node] for tree in trees for node in sorted(tree.laws)]
+    return encode({"trees": told, "vocab": len(laws[0]) if laws else 0}, laws)
+
+
+def decode_trees(body: Bytes, source: str) -> dict[int, TokenTree]:
+    """Request id -> tree. Raises EngineError for an answer that cannot be."""
+    try:
+        head, array = decode(body)
+        return {
+            int(ident): TokenTree(
+                tuple(tokens), tuple(parents), ("root",) + (source,) * (len(tokens) - 1), tuple(scores),
+                {node: array(np.float64, head["vocab"]) for node in drawn},
+            )
+            for ident, tokens, parents, scores, drawn in head["trees"]
+        }  # fmt: skip
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise _garbled(error) from None
+
+
+def encode(head: dict[str, Any], arrays: Sequence[NDArray[Any]]) -> Bytes:
+    """One run of bytes, writable as torch wants it: length of the JSON, the JSON, the arrays one after another."""
+    text = json.dumps(head, separators=(",", ":")).encode()
+    parts = [len(text).to_bytes(_LENGTH_BYTES, "little"), text, *(np.ascontiguousarray(a).tobytes() for a in arrays)]
+    return np.frombuffer(bytearray().join(parts), np.uint8)
+
+
+def decode(body: Bytes) -> tuple[dict[str, Any], Callable[..., NDArray[Any]]]:
+    """The JSON, and what takes the next array of a dtype and shape. Raises ValueError (JSON's too) for other bytes."""
+    data = body.tobytes()
+    at = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    head = json.loads(data[_LENGTH_BYTES:at])
+    if not isinstance(head, dict):
+        raise ValueError("no table")
+
+    def take(dtype: type[np.generic], *shape: int) -> NDArray[Any]:
+        nonlocal at
+        count = int(np.prod(shape))
+        array = np.frombuffer(data, dtype, count, at).reshape(shape)
+        at += array.nbytes
+        return array
+
+    return head, take
+
+
+def _garbled(error: Exception) -> EngineError:
+    return EngineError(
+        f"a draft message that cannot be read ({error!r})", "one as runtime/distributed/drafts.py writes it",
+        "report this fault: ranks read each other wrongly",
+    )  # fmt: skip

@@ -1,0 +1,221 @@
+"""A plan of several ranks as one more Executor: rank 0 tells each step, all ranks run their shard, results come back.
+
+``DistributedExecutor`` is rank 0's, between the engine and its own shard; what the other ranks do is
+distributed/follow.py. Steps overlap: rank 0 runs its shard of one step and starts the next while later stages still
+work.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from flexspec.compiler.artifact.model_record import PartRecord
+from flexspec.errors import EngineError
+from flexspec.exits import rank_gone
+from flexspec.runtime.distributed.drafts import RemoteDrafter
+from flexspec.runtime.distributed.group import ANSWERS, RESULTS, Seat
+from flexspec.runtime.distributed.message import (
+    DRAFT,
+    HEADER_WORDS,
+    Bytes,
+    Header,
+    Room,
+    check_header,
+    encode_draft,
+    encode_move,
+    encode_step,
+    encode_stop,
+)
+from flexspec.runtime.distributed.shards import Shard
+from flexspec.runtime.drafters.base import ModelDrafter
+from flexspec.runtime.executors.cpu_rank import RankResult
+from flexspec.runtime.executors.step import StepBatch, StepResult
+from flexspec.runtime.executors.step_rules import check_finite, check_step
+from flexspec.runtime.executors.top_successors import top_successors
+from flexspec.types import PAGE_TOKENS
+
+
+@dataclass(slots=True)
+class Spent:
+    """Where rank 0's time in steps went, in seconds: telling, its own shard with exchanges, waiting for results."""
+
+    steps: int = 0
+    tell_s: float = 0.0
+    shard_s: float = 0.0
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """A step's results: this rank's own, or arrays that are being received."""
+
+    result: RankResult
+    coming: list[dist.Work]
+
+
+class DistributedExecutor:
+    """Rank 0's side, an OverlappingExecutor. ``source`` is the rank that sends results (0: this one has them itself).
+
+    Sizes are those of the whole model: ``vocab_size`` columns of logits, ``feature_columns`` of features.
+    ``stage_ranks``: all ranks with a part of the LLM; others only draft.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        shard: Shard,
+        room: Room,
+        *,
+        source: int,
+        stage_ranks: Sequence[int],
+        vocab_size: int,
+        feature_columns: int,
+        max_positions: int,
+    ) -> None:
+        self.vocab_size, self.max_rows, self.pages = vocab_size, room.max_rows, room.pages
+        self.max_positions = min(max_positions, room.pages * PAGE_TOKENS)
+        self.returns_early = source != 0
+        self._seat, self._shard, self._source, self._feature_columns = seat, shard, source, feature_columns
+        self._others = [rank for rank in stage_ranks if rank]
+        self.spent = Spent()
+        self._awaited: deque[_Awaited] = deque()
+        self._lost = ""  # why the other ranks cannot be asked any more
+        self._lock = threading.RLock()  # close may come from another thread than step
+
+    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
+        """One step of all ranks, with none in flight. Raises EngineError as ``start`` and ``finish``."""
+        assert not self._awaited, "steps in flight come first"
+        self.start(batch, want_logits=want_logits, want_features=want_features)
+        return self.finish()
+
+    def start(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> None:
+        """Tell a step and run this rank's part. Raises EngineError for sizes that do not fit, and for a lost rank."""
+        check_step(batch, self.max_rows, self.max_positions, self.vocab_size)
+        began = time.perf_counter()
+        with self._talking():
+            self._tell(self._others, *encode_step(batch, want_logits, want_features))
+            told = time.perf_counter()
+            awaited = self._expect(batch, want_logits, want_features) if self.returns_early else None
+            own = self._shard.step(batch, want_logits=want_logits, want_features=want_features)
+            assert (own is None) == (awaited is not None)
+            self._awaited.append(awaited or _Awaited(own, []))  # type: ignore[arg-type]
+        self.spent.steps += 1
+        self.spent.tell_s += told - began
+        self.spent.shard_s += time.perf_counter() - told
+
+    def finish(self) -> StepResult:
+        """Results of the oldest step in flight. Raises EngineError when a rank is gone, or logits are not finite."""
+        began = time.perf_counter()
+        with self._talking():
+            awaited = self._awaited.popleft()
+            for work in awaited.coming:
+                work.wait()
+        self.spent.wait_s += time.perf_counter() - began
+        result = awaited.result
+        check_finite(result.argmax_L)
+        return StepResult(result.argmax_L, result.logits_LV, result.features_TE)
+
+    def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        return top_successors(logits_LV, k)
+
+    def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
+        """Copy K/V slot by slot, in order, on every rank, at most ``max_rows`` a message. Raises EngineError."""
+        with self._talking():
+            for first in range(0, len(src_slots), self.max_rows):
+                part = slice(first, first + self.max_rows)
+                self._tell(self._others, *encode_move(src_slots[part], dst_slots[part]))
+            self._shard.move_kv(src_slots, dst_slots)
+
+    def drafter(self, part: PartRecord, ranks: tuple[int, ...], own: ModelDrafter | None) -> RemoteDrafter:
+        """The drafter of an SSM on other ranks. Implements drafters/base.py: DraftsElsewhere."""
+        posts = [_Post(self, rank) for rank in ranks if rank]
+        reads = bool(part.reads_features)
+        return RemoteDrafter(part.name, posts, own, reads_features=reads, clock=time.perf_counter)
+
+    def on_loss(self, told: Callable[[str], None]) -> None:
+        """Have ``told`` called, from any thread, with the reason when another rank is gone, between steps too."""
+        self._seat.watch.tell(told)
+
+    def close(self) -> None:
+        """Tell the other ranks to end, if they can still be told, and drop this rank's shard. Idempotent."""
+        with self._lock:
+            if not self._lost:
+                try:
+                    while self._awaited:
+                        self.finish()
+                    self._tell(range(1, self._seat.world), encode_stop(), np.empty(0, np.uint8))
+                    self._seat.told.flush()
+                    self._seat.close()
+                except (EngineError, RuntimeError):
+                    pass  # a rank that is gone needs no word
+                self._lost = self._lost or "the executor was closed"
+                self._shard.close()
+
+    def send_draft(self, rank: int, body: Bytes) -> None:
+        """Tell a rank to draft. Raises EngineError."""
+        with self._talking():
+            self._tell([rank], encode_draft(DRAFT, body), body)
+
+    def receive_trees(self, rank: int) -> Bytes:
+        """The oldest answer of a rank that drafts. Raises EngineError."""
+        with self._talking():
+            header = self._seat.receive(np.empty(HEADER_WORDS, np.int64), rank, ANSWERS)
+            _, size = check_header(header, Room(0, 0))
+            return self._seat.receive(np.empty(size, np.uint8), rank, ANSWERS)
+
+    @contextmanager
+    def _talking(self) -> Iterator[None]:
+        """A rank that is gone, or a fault in between, ends everything: its messages can't be told apart any more."""
+        with self._lock:
+            if self._lost:
+                raise EngineError(self._lost, f"{self._seat.world} ranks that answer", "start the server again")
+            try:
+                yield
+            except RuntimeError as error:  # torch.distributed's
+                self._lost = self._seat.watch.lost or rank_gone(error)
+                raise EngineError(
+                    self._lost, f"{self._seat.world} ranks that answer", "start the server again"
+                ) from None
+
+    def _tell(self, ranks: Iterable[int], header: Header, body: Bytes) -> None:
+        kind, size = check_header(header, Room(self.max_rows, self.pages))
+        assert size == body.nbytes, f"message {kind} of {body.nbytes} bytes, its header says {size}"
+        for rank in ranks:
+            self._seat.told.send(torch.from_numpy(header), rank)
+            if size:
+                self._seat.told.send(torch.from_numpy(body), rank)
+
+    def _expect(self, batch: StepBatch, want_logits: bool, want_features: bool) -> _Awaited:
+        """Begin to receive what the last stage will send, in the order of distributed/follow.py's ``_give``."""
+        wanted, rows = len(batch.logit_rows_L), len(batch.ids_T)
+        columns = self._feature_columns if want_features else 0
+        argmax = np.empty(wanted, np.int32)
+        logits = np.empty((wanted, self.vocab_size), np.float32) if want_logits else None
+        features = np.empty((rows, columns), np.float32) if columns else None
+        arrays = [array for array in (argmax, logits, features) if array is not None]
+        coming = [self._seat.expect(array, self._source, RESULTS) for array in arrays]
+        return _Awaited(RankResult(argmax, logits, features), coming)
+
+
+@dataclass(frozen=True, slots=True)
+class _Post:
+    """The way to one rank that drafts (distributed/drafts.py: Post)."""
+
+    executor: DistributedExecutor
+    rank: int
+
+    def send(self, body: Bytes) -> None:
+        self.executor.send_draft(self.rank, body)
+
+    def receive(self) -> Bytes:
+        return self.executor.receive_trees(self.rank)

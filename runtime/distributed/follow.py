@@ -1,0 +1,99 @@
+"""What every rank but the first does: run its part of each step, and draft, as rank 0 tells it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexspec.errors import EngineError
+from flexspec.runtime.distributed.drafts import DraftHost
+from flexspec.runtime.distributed.group import ANSWERS, RESULTS, Seat
+from flexspec.runtime.distributed.message import (
+    DRAFT,
+    HEADER_WORDS,
+    MOVE,
+    STEP,
+    STOP,
+    TREES,
+    Bytes,
+    Header,
+    Room,
+    check_header,
+    decode_move,
+    decode_step,
+    encode_draft,
+)
+from flexspec.runtime.distributed.shards import Shard
+from flexspec.runtime.executors.cpu_rank import RankResult
+from flexspec.runtime.executors.step import StepBatch
+
+
+class Follower:
+    """A rank with a part of the LLM (``shard``), with SSMs (``host``), or with both.
+
+    ``gives``: it sends the step's results to rank 0; ``vocab_size`` and ``feature_columns`` are their sizes.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        shard: Shard | None,
+        host: DraftHost | None,
+        room: Room,
+        *,
+        gives: bool,
+        vocab_size: int,
+        feature_columns: int,
+    ) -> None:
+        self._seat, self._shard, self._host, self._room, self._gives = seat, shard, host, room, gives
+        self._vocab_size, self._feature_columns = vocab_size, feature_columns
+
+    def run(self) -> None:
+        """Until the end is told.
+
+        Raises EngineError for a message that cannot be, RuntimeError (torch's own) when another rank is gone.
+        """
+        header = np.empty(HEADER_WORDS, np.int64)
+        while True:
+            self._seat.listen(header)
+            kind, size = check_header(header, self._room)
+            body = self._seat.listen(np.empty(size, np.uint8)) if size else np.empty(0, np.uint8)
+            if kind == STOP:
+                return
+            if kind == STEP and self._shard is not None:
+                self._step(self._shard, header, body)
+            elif kind == MOVE and self._shard is not None:
+                self._shard.move_kv(*decode_move(body))
+            elif kind == DRAFT and self._host is not None:
+                self._draft(self._host, body)
+            else:
+                raise EngineError(
+                    f"message {kind} to rank {self._seat.rank}", "one for what the rank holds",
+                    "report this fault: ranks read each other wrongly",
+                )  # fmt: skip
+
+    def _step(self, shard: Shard, header: Header, body: Bytes) -> None:
+        message = decode_step(header, body)
+        try:
+            result = shard.step(message.batch, want_logits=message.want_logits, want_features=message.want_features)
+        except EngineError:  # logits that are not finite: the last to know is rank 0, which ends the engine
+            result = self._lost(message.batch, message.want_logits, message.want_features)
+        if self._gives and result is not None:
+            self._give(result)
+
+    def _lost(self, batch: StepBatch, want_logits: bool, want_features: bool) -> RankResult:
+        """A result that rank 0 knows for a failure, of the sizes that it waits for."""
+        wanted, rows = len(batch.logit_rows_L), len(batch.ids_T)
+        columns = self._feature_columns if want_features else 0
+        logits = np.zeros((wanted, self._vocab_size), np.float32) if want_logits else None
+        features = np.zeros((rows, columns), np.float32) if columns else None
+        return RankResult(np.full(wanted, -1, np.int32), logits, features)
+
+    def _give(self, result: RankResult) -> None:
+        for array in (result.argmax_L, result.logits_LV, result.features_TE):
+            if array is not None:
+                self._seat.answer(np.ascontiguousarray(array), RESULTS)
+
+    def _draft(self, host: DraftHost, body: Bytes) -> None:
+        trees = host.answer(body)
+        self._seat.answer(encode_draft(TREES, trees), ANSWERS)
+        self._seat.answer(trees, ANSWERS)

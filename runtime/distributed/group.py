@@ -1,0 +1,227 @@
+"""This process's seat among the ranks of a plan: torch.distributed groups, and the exchanges that programs ask for.
+
+A sum is taken in rank order on each rank, never around a ring: the result of a row must not depend on how many rows are
+in the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from math import prod
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from flexspec import __version__
+from flexspec.errors import ArtifactError, PlanError
+from flexspec.graph import Attr, Node
+from flexspec.runtime.distributed.watch import Watch
+
+Rows = NDArray[np.float32]
+Scalar = TypeVar("Scalar", bound=np.generic)
+Attrs = Mapping[str, Attr]
+STEP_TIMEOUT_S = 120  # for a rank that is alive and silent; one that died closes its connections at once
+_START_TIMEOUT_S = 300
+_IDLE_TIMEOUT = timedelta(days=365)  # ranks wait for the next message as long as nobody asks for anything
+_WORD = 32  # bytes of each word of the greeting
+_UNREAD = 1024  # sends at a time that may be on their way; more than all micro-batches in flight can make
+RESULTS, ANSWERS, SHARES = 1 << 20, 1 << 21, 1 << 22  # tags beside the channels of the graphs
+
+
+def backend_of(device: str) -> str:
+    """The torch.distributed backend of a ServeOptions.device."""
+    return "nccl" if device == "cuda" else "gloo"
+
+
+class Outbox:
+    """Sends that nobody waits for: a rank goes on while its bytes are on their way, and keeps them until then.
+
+    Were they waited for, two ranks that send to each other would lock up, and pipeline stages would run in turn.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._on_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> None:
+        """Raises RuntimeError (torch's own) when the other rank is gone."""
+        work = dist.isend(tensor, to, self._group, tag)
+        assert work is not None
+        self._on_way.append((work, tensor))
+        while len(self._on_way) > _UNREAD:
+            self._on_way.popleft()[0].wait()
+
+    def flush(self) -> None:
+        """Until all has been read."""
+        while self._on_way:
+            self._on_way.popleft()[0].wait()
+
+
+class Seat:
+    """A rank that has joined the others.
+
+    ``control`` carries rank 0's messages and ``answers`` what comes back, both in host memory (gloo); ``steps`` and the
+    plan's groups carry rows, by the device's backend.
+    """
+
+    def __init__(self, digest: str, world: int, groups: Sequence[tuple[int, ...]], device: str = "cpu") -> None:
+        """Join, and compare version and ``digest`` (hex, of the artifact and the sizes) with all ranks.
+
+        ``groups`` are all groups of the plan, the same on each rank. Raises PlanError for another number of ranks,
+        ArtifactError when ranks differ, RuntimeError when they do not find each other.
+        """
+        found = int(os.environ.get("WORLD_SIZE", "1"))
+        if found != world:
+            raise PlanError(f"{found} ranks", f"{world}, as the artifact's plan has", f"start it with --ranks {world}")
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=_START_TIMEOUT_S))
+        self.rank, self.world = dist.get_rank(), world
+        self._greet(digest)
+        self._sizes: Mapping[str, int] = {}
+        everyone, limit = list(range(world)), timedelta(seconds=STEP_TIMEOUT_S)
+        backend = backend_of(device)
+        self._straight = backend == "gloo"
+        self.control = dist.new_group(everyone, timeout=_IDLE_TIMEOUT)
+        self.answers = dist.new_group(everyone, timeout=limit)
+        self.steps = dist.new_group(everyone, timeout=limit, backend=backend)
+        self._groups = {tuple(group): dist.new_group(list(group), limit, backend) for group in groups}
+        self.watch = Watch(self.rank, world, self.control)  # once all connections are made
+        self.told, self.answered, self._sent = Outbox(self.control), Outbox(self.answers), Outbox(self.steps)
+
+    def _greet(self, digest: str) -> None:
+        own = __version__.encode()[:_WORD].ljust(_WORD, b"\0") + hashlib.sha256(digest.encode()).digest()
+        told = [torch.empty(2 * _WORD, dtype=torch.uint8) for _ in range(self.world)]
+        dist.all_gather(told, torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        words = [bytes(each.tolist()) for each in told]
+        versions = [word[:_WORD].rstrip(b"\0").decode(errors="replace") for word in words]
+        for what, values in (("flexspec version", versions), ("artifact or sizes", [w[_WORD:].hex() for w in words])):
+            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+            if other is not None:
+                raise ArtifactError(
+                    f"rank {other} has another {what} ({values[other][:12]}) than rank 0 ({values[0][:12]})",
+                    "the same on each rank",
+                    "give all ranks one artifact, one flexspec and the same options",
+                )
+
+    def listen(self, array: NDArray[Scalar]) -> NDArray[Scalar]:
+        """Fill an array from rank 0's next message, however long it takes."""
+        dist.recv(torch.from_numpy(array), 0, self.control)
+        return array
+
+    def receive(self, array: NDArray[Scalar], source: int, tag: int) -> NDArray[Scalar]:
+        """Fill an array with the next answer of that tag."""
+        dist.recv(torch.from_numpy(array), source, self.answers, tag)
+        return array
+
+    def expect(self, array: NDArray[np.generic], source: int, tag: int) -> dist.Work:
+        """Begin to fill an array with an answer that is still to come."""
+        work = dist.irecv(torch.from_numpy(array), source, self.answers, tag)
+        assert work is not None
+        return work
+
+    def answer(self, array: NDArray[np.generic], tag: int) -> None:
+        """Send an answer to rank 0."""
+        self.answered.send(torch.from_numpy(array), 0, tag)
+
+    def begin(self, rows: int, logit_rows: int) -> None:
+        """What the dims T and L are in the step that follows: a rank that receives must know it."""
+        self._sizes = {"T": rows, "L": logit_rows}
+
+    def meet(self, rank: int, node: Node, given: Rows | None) -> Rows:
+        """``exchange`` for rows of the CPU programs, float32 [n, columns] (runtime/executors/cpu_rank.py: Meet)."""
+        assert rank == self.rank
+        result = self.exchange(node, None if given is None else torch.from_numpy(np.array(given)), torch.float32)
+        rows: Rows = result.flatten(1).numpy()
+        return rows
+
+    def exchange(
+        self, node: Node, operand: torch.Tensor | None, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """Do an exchange and return what this rank gets (of a send: what it gave), of the node's shape.
+
+        ``operand``: the rank's rows, if it has any to give; ``dtype`` and ``device`` are those of rows that travel.
+        Raises RuntimeError (torch's own) when another rank is gone or silent.
+        """
+        attrs, dims = dict(node.attrs), node.outputs[0].type.dims
+        shape = (self._sizes[str(dims[0])], *(dim for dim in dims[1:] if isinstance(dim, int)))
+        if not shape[0]:
+            return torch.empty(shape, dtype=dtype, device=device)
+        if operand is None:
+            own = torch.empty((shape[0], prod(shape[1:])), dtype=dtype, device=device)
+        else:
+            assert len(operand) == shape[0], "all ranks see the same step"
+            own = operand.reshape(shape[0], -1).contiguous()
+        if node.op == "send":
+            self._sent.send(own, _int(attrs["to"]), _int(attrs["channel"]))
+        elif node.op == "recv":
+            dist.recv(own, _int(attrs["source"]), self.steps, _int(attrs["channel"]))
+        elif node.op == "replicate":
+            dist.broadcast(own, _int(attrs["root"]), self._groups[_members(attrs)])
+        elif node.op == "reduce":
+            own = sum_in_order(self._gather(own, attrs))
+        else:
+            own = self._combine(own, attrs)
+        return own.reshape(shape)
+
+    def _gather(self, own: torch.Tensor, attrs: Attrs) -> list[torch.Tensor]:
+        """The tensors of all members, of one shape, in the order in which the operator names them.
+
+        Gloo's own gather hands each call to a thread and back; straight sends to all members took half of its time.
+        """
+        members = _members(attrs)
+        if self._straight:
+            told = {member: own if member == self.rank else torch.empty_like(own) for member in members}
+            others = [member for member in members if member != self.rank]
+            for member in others:
+                self._sent.send(own, member, SHARES)
+            for member in others:
+                dist.recv(told[member], member, self.steps, SHARES)
+        else:
+            gathered = [torch.empty_like(own) for _ in members]
+            dist.all_gather(gathered, own, self._groups[members])
+            told = dict(zip(members, gathered, strict=True))
+        ranks = attrs["ranks"]
+        assert isinstance(ranks, tuple)
+        return [told[_int(rank)] for rank in ranks]
+
+    def _combine(self, own: torch.Tensor, attrs: Attrs) -> torch.Tensor:
+        """Columns of all ranks joined. Gloo gathers equal sizes only: shorter shares travel with zeros behind them."""
+        sizes = attrs["sizes"]
+        assert attrs["dim"] == 1 and isinstance(sizes, tuple), "rows are never cut"
+        inner = own.shape[1] // _int(sizes[_int(attrs["part"])])
+        columns = [_int(size) * inner for size in sizes]
+        padded = torch.nn.functional.pad(own, (0, max(columns) - own.shape[1]))
+        return torch.cat([x[:, :n] for x, n in zip(self._gather(padded, attrs), columns, strict=True)], 1)
+
+    def close(self) -> None:
+        """Leave, once what this rank has sent was read. Raises RuntimeError when a rank is gone."""
+        self.watch.close()
+        for outbox in (self.told, self.answered, self._sent):
+            outbox.flush()
+        dist.destroy_process_group()
+
+
+def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In float32, rounded once to the parts' dtype."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def _members(attrs: Attrs) -> tuple[int, ...]:
+    ranks = attrs["ranks"]
+    assert isinstance(ranks, tuple)
+    return tuple(sorted(_int(rank) for rank in ranks))
+
+
+def _int(value: object) -> int:
+    assert isinstance(value, int)
+    return value

@@ -1,0 +1,108 @@
+"""A rank's part of the LLM, ready to run: generated CPU program or Triton kernels, joined to its seat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flexspec.graph import Graph, Node
+from flexspec.kernels.reference import TORCH_DTYPES
+from flexspec.runtime.distributed.group import Seat
+from flexspec.runtime.executors.cpu_rank import CpuRank, RankResult
+from flexspec.runtime.executors.step import StepBatch
+
+if TYPE_CHECKING:
+    from flexspec.kernels.gpu.aot import CompiledVariant
+    from flexspec.kernels.gpu.spec import Variant
+
+
+class Shard(Protocol):
+    """One rank's part of each step."""
+
+    def join(self, seat: Seat) -> None:
+        """Meet the other ranks there from now on; comes before any step."""
+        ...
+
+    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool) -> RankResult | None:
+        """None from a rank that is not in the last stage. All ranks must want the same.
+
+        Raises RuntimeError (torch's own) when another rank is gone, EngineError for logits that are not finite.
+        """
+        ...
+
+    def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class CpuShard:
+    """A generated CPU program."""
+
+    _seat: Seat
+
+    def __init__(self, rank: CpuRank) -> None:
+        self._rank = rank
+
+    def join(self, seat: Seat) -> None:
+        self._seat = seat
+
+    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool) -> RankResult | None:
+        self._seat.begin(len(batch.ids_T), len(batch.logit_rows_L))
+        return self._rank.step(batch, self._seat.meet, want_logits=want_logits, want_features=want_features)
+
+    def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
+        self._rank.move_kv(src_slots, dst_slots)
+
+    def close(self) -> None:
+        self._rank.close()
+
+
+class TritonShard:
+    """Triton kernels and torch, on this rank's GPU or in the interpreter. Rows travel in the dtype of the graph.
+
+    Raises what TritonExecutor raises.
+    """
+
+    _seat: Seat
+
+    def __init__(
+        self,
+        graph: Graph,
+        weights: Mapping[str, NDArray[Any]],
+        *,
+        pages: int,
+        max_rows: int,
+        device: str,
+        compiled: Mapping[Variant, CompiledVariant],
+        max_tree_tokens: int,
+    ) -> None:
+        from flexspec.runtime.executors.triton import TritonExecutor
+
+        self._executor = TritonExecutor(
+            graph, weights, pages, max_rows, device, compiled=compiled, max_tree_tokens=max_tree_tokens,
+            exchange=self._exchange,
+        )  # fmt: skip
+
+    def join(self, seat: Seat) -> None:
+        self._seat = seat
+
+    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool) -> RankResult | None:
+        self._seat.begin(len(batch.ids_T), len(batch.logit_rows_L))
+        result = self._executor.run(batch, want_logits=want_logits, want_features=want_features)
+        return None if result is None else RankResult(result.argmax_L, result.logits_LV, result.features_TE)
+
+    def _exchange(self, node: Node, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What a rank only receives comes with a row counter as operand, which is not to be given."""
+        operand = operands[0] if operands[0].is_floating_point() else None
+        dtype = TORCH_DTYPES[node.outputs[0].type.dtype]
+        return self._seat.exchange(node, operand, dtype, self._executor.device)
+
+    def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
+        self._executor.move_kv(src_slots, dst_slots)
+
+    def close(self) -> None:
+        self._executor.close()

@@ -1,0 +1,64 @@
+"""The only act that appends tokens to a sequence, whoever proposed them: prefill, decoding, any drafter, any rule.
+
+Owns every rule of ending. Accepted tokens are walked one by one, so a block can't run past an end: end token, stop
+string, max_tokens and the context limit each count at the very token where they happen, and what lies behind is dropped
+and not counted. Treating a block as one token is the most frequent fault of speculative engines.
+
+The rules, in the order they are tried at each token:
+1. end token: "stop". It gives no text, and is counted in completion_tokens, as OpenAI's usage counts it.
+2. stop string complete: "stop". The text before it is given; the string and all behind it never are. All tokens up to
+   the one that completed it are counted. Text is held back only while it may still become a stop string.
+3. max_tokens or the context limit reached: "length".
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+
+from flexspec.runtime.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """``kept`` tokens were appended, fewer than given only at an end; ``text`` is what may be shown now."""
+
+    kept: int
+    text: str
+    finish_reason: str | None
+
+
+def commit(sequence: Sequence, tokens: abc.Sequence[int]) -> Committed:
+    """Append ``tokens`` up to and including the one that ends the sequence, if any does."""
+    assert sequence.finish_reason is None, "nothing is committed to a finished sequence"
+    shown: list[str] = []
+    kept = 0
+    for token in tokens:
+        sequence.append_committed(int(token))
+        kept += 1
+        text, reason = _step(sequence, int(token))
+        shown.append(text)
+        if reason is not None:
+            sequence.finish_reason = reason
+            break
+    return Committed(kept, "".join(shown), sequence.finish_reason)
+
+
+def _step(sequence: Sequence, token: int) -> tuple[str, str | None]:
+    """(text, reason to end) of the token that was just appended."""
+    if token in sequence.eos_ids:
+        return _close(sequence, "", "stop")
+    text, stopped = sequence.stops.push(sequence.detokenizer.push([token]))
+    if stopped:
+        return text, "stop"
+    if sequence.tokens_left <= 0:
+        return _close(sequence, text, "length")
+    return text, None
+
+
+def _close(sequence: Sequence, text: str, reason: str) -> tuple[str, str]:
+    """Add what the detokenizer and the stop strings held back; the former's rest may complete a stop string."""
+    rest, stopped = sequence.stops.push(sequence.detokenizer.flush())
+    if stopped:
+        return text + rest, "stop"
+    return text + rest + sequence.stops.flush(), reason

@@ -1,0 +1,339 @@
+"""The round: draft, verify every tree in one LLM pass, accept, commit, gather KV. Prompt chunks share the same pass.
+
+Owns the order of a round; who may enter is runtime/scheduler's, who travels together runtime/micro_batches', what a
+request sends runtime/round's, which path is taken runtime/accept's, and appending to a sequence runtime/commit's. One
+thread calls :meth:`Engine.step`; ``submit`` and ``cancel`` may come from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.errors import EngineError, FlexspecError
+from flexspec.runtime.acceptance.accept import Accepted, accept_greedy, accept_sampled
+from flexspec.runtime.drafters.base import DraftRequest
+from flexspec.runtime.drafters.budget import SpeculationWatch
+from flexspec.runtime.drafters.planned import PlannedDrafter
+from flexspec.runtime.engine.api import Delta, EngineLoad, OnDelta
+from flexspec.runtime.engine.commit import Committed, commit
+from flexspec.runtime.engine.micro_batches import MicroBatch, MicroBatches
+from flexspec.runtime.engine.observer import Observer, report_round
+from flexspec.runtime.engine.round import Clock, Round, Work, prompt_work, tree_work
+from flexspec.runtime.engine.scheduler import Limits, Running, Scheduler
+from flexspec.runtime.engine.sequence import Detokenizer
+from flexspec.runtime.executors.pages import pack_rows
+from flexspec.runtime.executors.step import AtOnce, Executor, OverlappingExecutor, StepResult
+from flexspec.sampling import SamplingParams
+from flexspec.tree import TokenTree
+
+_PROMPT_SHARE = 4  # while prompts wait, drafts leave them this part of a step's rows
+
+
+class Engine:
+    """Continuous batching of speculative rounds over one LLM executor. Implements runtime/engine/api.py's EngineClient.
+
+    ``micro_batches(requests)``: how many micro-batches share that many running requests; each has a round of its own,
+    and while one is verified others are drafted or verified too, as far as the executor and the drafters overlap.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        drafter: PlannedDrafter,
+        new_detokenizer: Callable[[], Detokenizer],
+        eos_ids: Sequence[int],
+        limits: Limits,
+        observer: Observer | None = None,
+        micro_batches: Callable[[int], int] = lambda requests: 1,
+    ) -> None:
+        self.executor, self.drafter = executor, drafter
+        self._steps = executor if isinstance(executor, OverlappingExecutor) else AtOnce(executor)
+        self._batches = MicroBatches(micro_batches)
+        self._drafting: deque[MicroBatch] = deque()  # in the order in which their drafts began
+        self._verifying: deque[MicroBatch] = deque()  # in the order of their steps
+        self.watch = SpeculationWatch()
+        self.clock = Clock()
+        self.plain_step_s = 0.0  # measured seconds of a one-row step; 0 = unknown
+        self._scheduler = Scheduler(executor.pages, limits, drafter.limits, new_detokenizer, eos_ids)
+        self._observer = observer
+        self.wanted = threading.Event()  # set by submit and cancel: whoever steps the engine may sleep on it
+        self._lock = threading.Lock()
+        self._last_step = time.monotonic()
+        self._failure: str | None = None
+        self._ended: str | None = None  # why nothing is taken any more
+        self._report_load()
+
+    # -- any thread ------------------------------------------------------------------------------------------------
+
+    def submit(self, prompt_ids: list[int], params: SamplingParams, on_delta: OnDelta) -> int:
+        """Queue a request. Raises RequestError, CapacityError, QueueFullError, or EngineError after its end."""
+        with self._lock:  # the end is marked under it too: nobody can slip in and wait for ever
+            if self._ended is not None:
+                raise EngineError(
+                    f"the engine has ended: {self._ended}", "a running engine",
+                    "start the server again (serve --restart does it by itself)",
+                )  # fmt: skip
+            if self._scheduler.idle:
+                self._last_step = time.monotonic()  # it was idle until now, not stuck
+            request_id = self._scheduler.submit(prompt_ids, params, on_delta, self.executor.vocab_size)
+        self.wanted.set()
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        with self._lock:
+            self._scheduler.cancel(request_id)
+        self.wanted.set()
+
+    def last_step_age_s(self) -> float:
+        return 0.0 if self._scheduler.idle else time.monotonic() - self._last_step
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(len(self._scheduler.running), len(self._scheduler.waiting), self._failure)
+
+    @property
+    def free_pages(self) -> int:
+        return self._scheduler.free_pages
+
+    # -- the engine's thread ---------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Begin the rounds that can begin and end the oldest in flight; False when there was nothing to do.
+
+        Requests get an error, not silence, when it fails.
+        """
+        began = time.perf_counter()
+        with self._lock:
+            gone = self._scheduler.take_cancelled()
+            entered = self._scheduler.admit()
+        for running in gone:
+            self._finish(running, "cancelled")
+        for running in entered:
+            self._batches.add(running)
+        busy = bool(self._scheduler.running or self._drafting or self._verifying)
+        if busy:
+            try:
+                for running in entered:
+                    self.drafter.begin(running.sequence.request_id, running.sequence.prompt_ids)
+                self._run()
+            except FlexspecError as error:
+                self.fail(str(error), error.found)
+            self.clock.total_s += time.perf_counter() - began
+        self._last_step = time.monotonic()
+        self._report_load()
+        return busy or bool(gone)
+
+    def fail(self, reason: str, found: str = "") -> None:
+        """End everything in flight with an error; later submits are refused. ``found``: the reason in few words."""
+        self._failure = reason
+        self._end_all(reason, "error", found)
+
+    def stop(self) -> None:
+        """End everything in flight as cancelled, for an orderly shutdown; later submits are refused."""
+        self._end_all("it was stopped", "cancelled")
+
+    def _end_all(self, why: str, reason: str, found: str = "") -> None:
+        self._drafting.clear()
+        self._verifying.clear()
+        self._batches.clear()
+        with self._lock:
+            self._ended = self._ended or found or why
+            everything = self._scheduler.take_all()
+        for running in everything:
+            self._finish(running, reason, why if reason == "error" else None)
+
+    def _run(self) -> None:
+        for batch in self._batches.idle():
+            self._begin(batch)
+        while self._drafting:
+            self._verify(self._drafting.popleft())
+            if self._verifying and not self._steps.returns_early:
+                break  # its result is there: the next draft of its requests begins before another step does
+        if self._verifying:
+            self._end(self._verifying.popleft())
+
+    def _begin(self, batch: MicroBatch) -> None:
+        """Begin a round, with its draft if there is to be one."""
+        began = time.perf_counter()
+        decoding = [r for r in batch.members if r.prefilled]
+        prompts = [r for r in batch.members if not r.prefilled]
+        draft = None
+        if decoding and self.watch.enabled and self.drafter.drafts:
+            most = self._most_nodes(decoding, prompts)
+            wishes = [self._wish(running, most) for running in decoding]
+            draft = self.drafter.start(wishes, len(self._scheduler.running))
+        batch.round = Round(decoding, prompts, draft, began)
+        batch.round.draft_s = time.perf_counter() - began
+        self._drafting.append(batch)
+
+    def _most_nodes(self, decoding: Sequence[Running], prompts: Sequence[Running]) -> int:
+        """Drafted nodes that each request may have in the step, beside what waiting prompts are left."""
+        waiting = sum(r.prompt_left for r in prompts)
+        rows = self.executor.max_rows - min(waiting, self.executor.max_rows // _PROMPT_SHARE)
+        return max(0, rows // len(decoding) - 1)
+
+    def _wish(self, running: Running, most: int) -> DraftRequest:
+        limits, sequence = self.drafter.limits, running.sequence
+        return DraftRequest(
+            sequence.request_id,
+            sequence.last_token,
+            min(most, limits.max_nodes),
+            min(sequence.tokens_left - 1, limits.max_depth),
+            sequence.params,
+        )
+
+    def _verify(self, batch: MicroBatch) -> None:
+        """The draft's end and the step's beginning."""
+        this = batch.round
+        assert this is not None
+        began = time.perf_counter()
+        if this.draft is not None:
+            trees = self.drafter.finish(this.draft)
+        else:
+            trees = [TokenTree.root_only(r.sequence.last_token) for r in this.decoding]
+        drafted = time.perf_counter()
+        self._note_draft(this, drafted - began)
+        this.work = [
+            tree_work(r, tree) for r, tree in zip(this.decoding, trees, strict=True) if r.sequence.finish_reason is None
+        ]
+        rows_left = self.executor.max_rows - sum(len(w.rows.ids) for w in this.work)
+        this.work += prompt_work([r for r in this.prompts if r.sequence.finish_reason is None], rows_left)
+        if not this.work:  # all were cancelled meanwhile
+            batch.round = None
+            return
+        sampled = any(not w.running.sequence.params.greedy for w in this.work if w.rows.logit_rows)
+        packed = pack_rows([w.rows for w in this.work])
+        started = time.perf_counter()
+        self._steps.start(packed, want_logits=sampled, want_features=self.drafter.reads_features)
+        this.step_s = time.perf_counter() - started
+        self._verifying.append(batch)
+
+    def _note_draft(self, this: Round, seconds: float) -> None:
+        if this.draft is None:
+            return
+        seconds += this.draft_s
+        self.clock.draft_s += seconds
+        if self.plain_step_s:
+            self.drafter.draft_cost += 0.1 * (seconds / self.plain_step_s - self.drafter.draft_cost)
+        if self._observer:
+            self._observer.record_step(seconds, "draft")
+
+    def _end(self, batch: MicroBatch) -> None:
+        """Take the results of a step, and commit."""
+        this = batch.round
+        assert this is not None
+        began = time.perf_counter()
+        result = self._steps.finish()
+        step_s = this.step_s + time.perf_counter() - began
+        batch.round = None
+        self.clock.step_s += step_s
+        if self._observer:
+            self._observer.record_step(step_s, "verify" if this.decoding else "prefill")
+        committed = self._settle(this.work, result)
+        requests = len(this.decoding)
+        if requests and requests == len(this.work):  # a pure decoding step: comparable with others of its size
+            seconds = time.perf_counter() - this.began
+            if this.draft is not None and this.draft.plan.method != "off":
+                self.watch.record_round(requests, committed, seconds)
+            elif self.drafter.drafts:
+                self.watch.record_plain(requests, seconds)
+
+    def _settle(self, work: Sequence[Work], result: StepResult) -> int:
+        """Accept, commit and gather for every request of the step; returns the tokens decoding requests committed."""
+        row = logit = committed = 0
+        for w in work:
+            features = None if result.features_TE is None else result.features_TE[row : row + len(w.rows.ids)]
+            logits = slice(logit, logit + len(w.rows.logit_rows))
+            row, logit = row + len(w.rows.ids), logits.stop
+            if w.running.sequence.finish_reason is not None:  # cancelled while the step ran
+                continue
+            if w.tree is None:
+                self._settle_prompt(w, result, logits, features)
+            else:
+                committed += self._settle_tree(w, w.tree, result, logits, features)
+        return committed
+
+    def _settle_prompt(self, w: Work, result: StepResult, logits: slice, features: NDArray[np.float32] | None) -> None:
+        running, sequence = w.running, w.running.sequence
+        if features is not None:
+            self.drafter.observe_prompt(sequence.request_id, running.cached, features)
+        running.cached += len(w.rows.ids)
+        if not w.rows.logit_rows:
+            return
+        token = self._accept(running, TokenTree.root_only(sequence.last_token), result, logits).next_token
+        now = time.monotonic()
+        sequence.prefill_s, running.first_token_at = now - running.admitted_at, now
+        self._deliver(running, [token], commit(sequence, [token]), None if features is None else features[-1:])
+
+    def _settle_tree(
+        self, w: Work, tree: TokenTree, result: StepResult, logits: slice, features: NDArray[np.float32] | None
+    ) -> int:
+        running, sequence = w.running, w.running.sequence
+        accepted = self._accept(running, tree, result, logits)
+        path = np.array(accepted.nodes, np.int32)
+        self._gather(running, path)
+        if len(tree) > 1:
+            self.drafter.record(tree, accepted.nodes)
+        tokens = accepted.tokens(tree)
+        done = commit(sequence, tokens)
+        taken = accepted.nodes[1 : done.kept + 1]  # an end inside the path drops what lies behind it
+        sequence.record_round(len(tree) - 1, len(taken))
+        if self._observer:
+            report_round(self._observer, tree, taken, done.kept)
+        self._deliver(running, tokens, done, None if features is None else features[path])
+        return done.kept
+
+    def _accept(self, running: Running, tree: TokenTree, result: StepResult, rows: slice) -> Accepted:
+        sequence = running.sequence
+        if sequence.params.greedy:
+            return accept_greedy(tree, result.argmax_L[rows])
+        assert result.logits_LV is not None
+        return accept_sampled(tree, result.logits_LV[rows], sequence.params, sequence.seed, len(sequence))
+
+    def _gather(self, running: Running, path: NDArray[np.int32]) -> None:
+        """Bring the accepted nodes' K/V to the slots of their positions; what was rejected is simply left behind."""
+        source, target = running.cached + path, running.cached + np.arange(len(path), dtype=np.int32)
+        moved = source != target
+        if moved.any():
+            began = time.perf_counter()
+            self.executor.move_kv(running.slots(source[moved]), running.slots(target[moved]))
+            self.clock.gather_s += time.perf_counter() - began
+        running.cached += len(path)
+
+    def _deliver(
+        self, running: Running, tokens: Sequence[int], done: Committed, features: NDArray[np.float32] | None
+    ) -> None:
+        """Tell the drafters and the caller what was committed; end the request if that ended it."""
+        sequence, kept = running.sequence, tuple(tokens[: done.kept])
+        if running.first_token_at is not None:
+            sequence.decode_s = time.monotonic() - running.first_token_at
+        if done.finish_reason is not None:
+            self._finish(running, done.finish_reason, text=done.text, tokens=kept)
+            return
+        self.drafter.observe(sequence.request_id, tokens, features)
+        running.on_delta(Delta(done.text, kept))
+
+    def _finish(
+        self, running: Running, reason: str, error: str | None = None, *, text: str = "", tokens: tuple[int, ...] = ()
+    ) -> None:
+        sequence = running.sequence
+        if sequence.finish_reason is None:
+            sequence.abort(reason)
+        self.drafter.end(sequence.request_id)
+        self._batches.remove(running)
+        with self._lock:
+            self._scheduler.release(running)
+        if self._observer:
+            first = None if running.first_token_at is None else running.first_token_at - running.submitted_at
+            self._observer.record_finished(reason, sequence.stats, first)
+        running.on_delta(Delta(text, tokens, reason, sequence.stats, error))
+
+    def _report_load(self) -> None:
+        if self._observer:
+            self._observer.set_pages(self._scheduler.free_pages, self.executor.pages)
+            self._observer.set_load(len(self._scheduler.running), len(self._scheduler.waiting))

@@ -1,0 +1,72 @@
+"""Running requests shared out over micro-batches, so that several steps can be in flight at once.
+
+One micro-batch is the rule; a plan with pipeline stages or SSMs on devices of their own asks for more. Owns who belongs
+to which, and nothing of what a step does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flexspec.compiler.artifact.plan import MOST_MICRO_BATCHES
+from flexspec.runtime.engine.round import Round
+from flexspec.runtime.engine.scheduler import Running
+
+
+@dataclass(slots=True, eq=False)
+class MicroBatch:
+    """Requests whose rows travel together, and their round from its draft to its results (None: between rounds)."""
+
+    members: list[Running] = field(default_factory=list)
+    round: Round | None = None
+
+
+class MicroBatches:
+    """``count_for(requests)`` is the number of micro-batches for so many running requests, as the plan has it."""
+
+    def __init__(self, count_for: Callable[[int], int]) -> None:
+        self._count_for = count_for
+        self._all: list[MicroBatch] = [MicroBatch()]
+
+    def add(self, running: Running) -> None:
+        """A request that has just entered; it takes part from the next round of its micro-batch on."""
+        self._active(self._requests() + 1)
+        self._smallest().members.append(running)
+
+    def remove(self, running: Running) -> None:
+        """A request that has ended. Its rows in a step in flight are nobody's then."""
+        for each in self._all:
+            if running in each.members:
+                each.members.remove(running)
+
+    def idle(self) -> list[MicroBatch]:
+        """Micro-batches that can begin a round, evened out against each other."""
+        requests = self._requests()
+        active = self._active(requests)
+        idle = [each for each in self._all if each.round is None]
+        share = -(-requests // active)
+        for each in idle:
+            most = share if each in self._all[:active] else 0
+            while len(each.members) > most:
+                self._smallest(active).members.append(each.members.pop())
+        self._all = self._all[:active] + [each for each in self._all[active:] if each.round or each.members]
+        return [each for each in idle if each.members]
+
+    def clear(self) -> None:
+        """Forget all rounds in flight: their results will not come."""
+        for each in self._all:
+            each.round = None
+
+    def _requests(self) -> int:
+        return sum(len(each.members) for each in self._all)
+
+    def _active(self, requests: int) -> int:
+        """How many micro-batches there are now, at least one."""
+        count = max(1, min(self._count_for(requests), requests, MOST_MICRO_BATCHES))
+        while len(self._all) < count:
+            self._all.append(MicroBatch())
+        return count
+
+    def _smallest(self, active: int | None = None) -> MicroBatch:
+        return min(self._all[:active], key=lambda each: len(each.members))

@@ -1,0 +1,176 @@
+"""Who may enter: the queue, the running requests, and the KV pages each holds.
+
+A request enters when the pool can hold all it may ever need (its prompt, its max_tokens and one worst-case tree), so a
+running request is never pushed out. Owns no policy of drafting or acceptance.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.compiler.kv_slots import request_slots
+from flexspec.errors import CapacityError, QueueFullError, RequestError
+from flexspec.runtime.drafters.plan import WorstCase
+from flexspec.runtime.engine.api import OnDelta
+from flexspec.runtime.engine.sequence import Detokenizer
+from flexspec.runtime.engine.sequence import Sequence as TokenSequence
+from flexspec.runtime.executors.pages import PageAllocator
+from flexspec.sampling import SamplingParams
+from flexspec.types import PAGE_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``context_tokens``: prompt and output of one request together. Requests beyond ``max_running`` wait in line.
+
+    ``longer_context`` says, for messages, how a longer context can be had; empty when the model has no more.
+    """
+
+    context_tokens: int
+    max_running: int = 16
+    max_waiting: int = 256
+    longer_context: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request with its pages. ``cached``: committed tokens whose K/V are in the pool."""
+
+    sequence: TokenSequence
+    on_delta: OnDelta
+    submitted_at: float
+    pages: list[int] = field(default_factory=list)
+    cached: int = 0
+    admitted_at: float = 0.0
+    first_token_at: float | None = None
+
+    @property
+    def prefilled(self) -> bool:
+        return self.cached >= len(self.sequence.prompt_ids)
+
+    @property
+    def prompt_left(self) -> int:
+        """Prompt tokens that are still to be fed."""
+        return max(0, len(self.sequence.prompt_ids) - self.cached)
+
+    def slots(self, logical: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Pool slots of logical positions."""
+        pages = np.asarray(self.pages, np.int32)
+        return pages[logical // PAGE_TOKENS] * PAGE_TOKENS + logical % PAGE_TOKENS
+
+
+class Scheduler:
+    """First come, first served. Not thread-safe: the engine holds its lock around every call."""
+
+    def __init__(
+        self,
+        pages: int,
+        limits: Limits,
+        worst: WorstCase,
+        new_detokenizer: Callable[[], Detokenizer],
+        eos_ids: Sequence[int],
+    ) -> None:
+        self.limits, self.worst = limits, worst
+        self.waiting: deque[Running] = deque()
+        self.running: list[Running] = []
+        self._pool = PageAllocator(pages)
+        self._pages = pages
+        self._new_detokenizer = new_detokenizer
+        self._eos_ids = tuple(eos_ids)
+        self._cancelled: set[int] = set()
+        self._next_id = 0
+
+    @property
+    def free_pages(self) -> int:
+        return self._pool.free_pages
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    def slots_needed(self, prompt_tokens: int, max_tokens: int) -> int:
+        """Cache slots a request may ever use: its tokens up to the context limit, and one tree behind them."""
+        return request_slots(min(prompt_tokens + max_tokens, self.limits.context_tokens), self.worst.max_nodes)
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, on_delta: OnDelta, vocab_size: int) -> int:
+        """Queue a request; returns its id. Raises RequestError, CapacityError or QueueFullError."""
+        self._check(prompt_ids, params, vocab_size)
+        if len(self.waiting) >= self.limits.max_waiting:
+            raise QueueFullError(
+                f"{len(self.waiting)} requests are waiting", f"fewer than {self.limits.max_waiting}", "try again later"
+            )
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        sequence = TokenSequence(
+            request_id, prompt_ids, params, self._eos_ids, self.limits.context_tokens, self._new_detokenizer()
+        )
+        self.waiting.append(Running(sequence, on_delta, time.monotonic()))
+        return request_id
+
+    def _check(self, prompt_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
+        if not prompt_ids:
+            raise RequestError("an empty prompt", "at least one token", "send some text", param="prompt")
+        wrong = [token for token in prompt_ids if not 0 <= token < vocab_size]
+        if wrong:
+            raise RequestError(
+                f"token id {wrong[0]} in the prompt",
+                f"ids from 0 to {vocab_size - 1}",
+                "use the model's own tokenizer",
+                param="prompt",
+            )
+        if len(prompt_ids) >= self.limits.context_tokens:
+            raise CapacityError(
+                f"a prompt of {len(prompt_ids)} tokens",
+                f"fewer than {self.limits.context_tokens}, the longest prompt and output together",
+                "shorten the prompt" + (f", or {self.limits.longer_context}" if self.limits.longer_context else ""),
+            )
+        slots = self.slots_needed(len(prompt_ids), params.max_tokens)
+        if slots > self._pages * PAGE_TOKENS:
+            raise CapacityError(
+                f"a request that may need {slots} KV slots",
+                f"at most the pool's {self._pages * PAGE_TOKENS}",
+                "lower max_tokens, or serve with a larger --kv-tokens",
+            )
+
+    def cancel(self, request_id: int) -> None:
+        self._cancelled.add(request_id)
+
+    def take_cancelled(self) -> list[Running]:
+        """Requests that were cancelled since the last call; they leave the queue here, the running list on release."""
+        if not self._cancelled:
+            return []
+        gone = [r for r in (*self.waiting, *self.running) if r.sequence.request_id in self._cancelled]
+        self.waiting = deque(r for r in self.waiting if r.sequence.request_id not in self._cancelled)
+        self._cancelled.clear()
+        return gone
+
+    def admit(self) -> list[Running]:
+        """Move waiting requests in while there is room; the first that does not fit holds up those behind it."""
+        entered: list[Running] = []
+        while self.waiting and len(self.running) < self.limits.max_running:
+            head = self.waiting[0]
+            need = self.slots_needed(len(head.sequence.prompt_ids), head.sequence.params.max_tokens)
+            if not self._pool.grow(head.pages, need):
+                break
+            self.waiting.popleft()
+            head.admitted_at = time.monotonic()
+            self.running.append(head)
+            entered.append(head)
+        return entered
+
+    def take_all(self) -> list[Running]:
+        """Everything, waiting and running; the queue is empty afterwards."""
+        everything = [*self.running, *self.waiting]
+        self.waiting.clear()
+        return everything
+
+    def release(self, running: Running) -> None:
+        """Give a request's pages back; it leaves the running list."""
+        self._pool.release(running.pages)
+        if running in self.running:
+            self.running.remove(running)

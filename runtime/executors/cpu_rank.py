@@ -1,0 +1,185 @@
+"""One rank of a partitioned model on the generated CPU backend: its program, its weights, its part of the KV pool.
+
+Whoever runs the ranks hands in ``meet``, which does an exchange with the others: in threads of one process
+(reference/threads.py), or by messages between processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.compiler.partition.cut_ranks import RankPart
+from flexspec.graph import Graph, Node, Value
+from flexspec.kernels.cpu.build import build_path, supported_isas
+from flexspec.kernels.cpu.exchange import first_id, split_logits
+from flexspec.kernels.cpu.launch import CpuLibrary
+from flexspec.kernels.cpu.pack import pack
+from flexspec.kernels.cpu.render import render
+from flexspec.runtime.executors.step import StepBatch
+from flexspec.runtime.executors.step_rules import check_finite, program_arrays
+from flexspec.runtime.executors.step_times import StepTimes
+from flexspec.types import PAGE_TOKENS
+
+Rows = NDArray[np.float32]
+Meet = Callable[[int, Node, Rows | None], Rows]  # (rank, exchange, rows [n, columns] to give) -> rows that it gets
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """What a rank of the last stage gives, the same on each of them; fields as of StepResult (step.py)."""
+
+    argmax_L: NDArray[np.int32]
+    logits_LV: Rows | None
+    features_TE: Rows | None
+
+
+class CpuRank:
+    """A lowered part, generated, built (cached) and packed for the best instruction set here.
+
+    ``weights`` are the rank's own, by their names in its graph. Raises CompileError, ToolchainError, CapacityError.
+    """
+
+    def __init__(
+        self, part: RankPart, weights: Mapping[str, Rows], *, pages: int, max_rows: int = 256, threads: int = 1
+    ) -> None:
+        program = render(split_logits(part.graph)[0])
+        library = build_path(program.source, supported_isas()[0])
+        packed = [pack(entry, weights.__getitem__, program.dtype) for entry in program.weights]
+        self._open(part.rank, part.graph, library, packed, pages, max_rows, threads)
+
+    @classmethod
+    def built(
+        cls,
+        rank: int,
+        graph: Graph,
+        library: Path,
+        packed: Sequence[NDArray[np.generic]],
+        *,
+        pages: int,
+        max_rows: int = 256,
+        threads: int = 1,
+    ) -> CpuRank:
+        """From a lowered graph whose program and packed weights are there already. Raises ArtifactError too."""
+        made = cls.__new__(cls)
+        made._open(rank, graph, library, packed, pages, max_rows, threads)
+        return made
+
+    def _open(
+        self,
+        rank: int,
+        graph: Graph,
+        library: Path,
+        packed: Sequence[NDArray[np.generic]],
+        pages: int,
+        max_rows: int,
+        threads: int,
+    ) -> None:
+        self.rank = rank
+        self._graph, self._join = split_logits(graph)
+        self._types = self._graph.types()
+        self._library = CpuLibrary(
+            library, packed, threads=threads, max_rows=max_rows, pages=pages, max_positions=pages * PAGE_TOKENS
+        )
+        self.facts = self._library.facts
+        self._times: StepTimes | None = None
+
+    def keep_times(self) -> StepTimes:
+        """When all steps from now on, and their nodes, begin and end. The graph's nodes are those of ``split_logits``.
+
+        Raises ArtifactError for a program that has no clock.
+        """
+        self._times = StepTimes.of(self._library, len(self._graph.nodes))
+        return self._times
+
+    def step(
+        self, batch: StepBatch, meet: Meet, *, want_logits: bool = True, want_features: bool = True
+    ) -> RankResult | None:
+        """One step; None from a rank that is not in the last stage. All ranks must want the same.
+
+        Raises what ``meet`` raises, and EngineError for logits that are not finite.
+        """
+        began = time.monotonic_ns()
+        result = self._step(batch, meet, want_logits, want_features)
+        if self._times is not None:
+            self._times.note(began, time.monotonic_ns())
+        return result
+
+    def _step(self, batch: StepBatch, meet: Meet, want_logits: bool, want_features: bool) -> RankResult | None:
+        rows, wanted = len(batch.ids_T), len(batch.logit_rows_L)
+        argmax = np.full(wanted, -1, np.int32)
+        own_logits = want_logits or self._join is not None
+        logits = np.empty((wanted, self.facts.outputs), np.float32) if self.facts.outputs and own_logits else None
+        columns = self.facts.feature_columns if want_features else 0
+        features = np.empty((rows, columns), np.float32) if columns else None
+
+        def on_exchange(index: int, source: Rows | None, target: Rows | None) -> None:
+            node = self._graph.nodes[index]
+            given = None if source is None else source[:, : self._columns(node.inputs[0])]
+            result = meet(self.rank, node, given)
+            if target is not None:
+                target[:, : _columns_of(node.outputs[0])] = result
+
+        arrays = program_arrays(batch)
+        if not self.facts.reads_features:
+            arrays["features"] = None
+        self._library.step(arrays, argmax, logits, features, on_exchange, first_id(self._graph))
+        if not self.facts.outputs:
+            return None
+        if self._join is not None:
+            assert logits is not None
+            argmax, logits = self._joined(self._join, meet, argmax, logits, want_logits)
+        check_finite(argmax)
+        return RankResult(argmax, logits, features)
+
+    def _joined(
+        self, join: Node, meet: Meet, argmax_L: NDArray[np.int32], own_LV: Rows, want_logits: bool
+    ) -> tuple[NDArray[np.int32], Rows | None]:
+        """Argmax over the whole vocabulary, and whole logits when asked; if not, only the best of each rank travel."""
+        if want_logits:
+            whole = meet(self.rank, join, own_LV)
+            return _best(whole), whole
+        attrs = dict(join.attrs)
+        sizes, part = attrs["sizes"], attrs["part"]
+        assert isinstance(sizes, tuple) and isinstance(part, int)
+        lost = argmax_L < 0  # nothing finite in this rank's share
+        value_L = np.take_along_axis(own_LV, np.maximum(argmax_L, 0)[:, None], 1)[:, 0]
+        pairs = np.stack([np.where(lost, -np.inf, value_L), np.where(lost, -1, argmax_L + int(sum(sizes[:part])))], 1)
+        together = meet(self.rank, _pair_join(join, len(sizes)), pairs.astype(np.float32))
+        # Ranks hold the vocabulary in order, and the first of equal values is taken: the lowest index wins.
+        chosen = together[:, ::2].argmax(-1)[:, None]
+        return np.take_along_axis(together[:, 1::2], chosen, 1)[:, 0].astype(np.int32), None
+
+    def _columns(self, name: str) -> int:
+        return _columns_of(Value(name, self._types[name]))
+
+    def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
+        """Copy K/V of this rank's layers and heads, slot by slot, in order."""
+        self._library.move_kv(np.ascontiguousarray(src_slots, np.int32), np.ascontiguousarray(dst_slots, np.int32))
+
+    def close(self) -> None:
+        self._library.close()
+
+
+def _best(logits_LV: Rows) -> NDArray[np.int32]:
+    """Argmax as the programs take it: the lowest index wins, -1 where nothing is finite."""
+    shown = np.where(np.isnan(logits_LV), -np.inf, logits_LV)
+    found: NDArray[np.int32] = np.where(shown.max(-1) > -np.inf, shown.argmax(-1), -1).astype(np.int32)
+    return found
+
+
+def _pair_join(join: Node, ranks: int) -> Node:
+    """The combine of a value and a vocabulary index (exact in float32 below 2^24) of each rank."""
+    result = join.outputs[0]
+    paired = Value(f"{result.name}.best", replace(result.type, dims=(result.type.dims[0], 2 * ranks)))
+    return replace(join.with_attr("sizes", (2,) * ranks), outputs=(paired,))
+
+
+def _columns_of(value: Value) -> int:
+    return prod(dim for dim in value.type.dims[1:] if isinstance(dim, int))

@@ -1,0 +1,84 @@
+"""Free pages of a KV pool, and the packing of ragged rows into a step.
+
+Owns which pages are free and how ragged rows of several requests become one StepBatch. Each model has a pool and an
+allocator of its own: the LLM and an SSM share nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.compiler.kv_slots import pages_of
+from flexspec.runtime.executors.step import StepBatch
+
+
+class PageAllocator:
+    """Free pages of one pool; every page has one owner at most."""
+
+    def __init__(self, pages: int) -> None:
+        self._free = list(range(pages - 1, -1, -1))
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def grow(self, held: list[int], slots: int) -> bool:
+        """Extend ``held`` until it covers ``slots`` cache slots; False, and nothing taken, when the pool is short."""
+        missing = pages_of(slots) - len(held)
+        if missing > len(self._free):
+            return False
+        for _ in range(missing):
+            held.append(self._free.pop())
+        return True
+
+    def release(self, held: list[int]) -> None:
+        """Give all of ``held`` back and empty it."""
+        self._free.extend(reversed(held))
+        held.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """One request's rows of a step. ``bits`` None: a causal chain; else ancestor-or-self bits local to the group.
+
+    ``logit_rows`` are local too; ``features`` has a row for each id, or is None for a model that reads none.
+    """
+
+    ids: Sequence[int]
+    positions: Sequence[int]
+    context: int
+    pages: Sequence[int]
+    logit_rows: Sequence[int]
+    bits: Sequence[int] | None = None
+    features: Sequence[NDArray[np.float32]] | None = None
+
+
+def pack_rows(groups: Sequence[RowGroup]) -> StepBatch:
+    """One StepBatch of all groups, in order. At least one logit row is asked for: a step without any means nothing."""
+    starts = np.zeros(len(groups) + 1, np.int32)
+    np.cumsum([len(group.ids) for group in groups], out=starts[1:])
+    page_table = np.zeros((len(groups), max(len(group.pages) for group in groups)), np.int32)
+    longest = max([len(group.ids) for group in groups if group.bits is not None], default=1)
+    ancestors = np.zeros((int(starts[-1]), (longest + 63) // 64), np.uint64)
+    for r, group in enumerate(groups):
+        page_table[r, : len(group.pages)] = group.pages
+        for j, bits in enumerate(group.bits or ()):
+            for word in range(ancestors.shape[1]):
+                ancestors[starts[r] + j, word] = bits >> (64 * word) & 0xFFFF_FFFF_FFFF_FFFF
+    logit_rows = [int(starts[r]) + j for r, group in enumerate(groups) for j in group.logit_rows]
+    rows_features = [row for group in groups for row in group.features or ()]
+    return StepBatch(
+        ids_T=np.array([token for group in groups for token in group.ids], np.int32),
+        positions_T=np.array([position for group in groups for position in group.positions], np.int32),
+        starts_R1=starts,
+        contexts_R=np.array([group.context for group in groups], np.int32),
+        causal_R=np.array([group.bits is None for group in groups], np.uint8),
+        page_table_RB=page_table,
+        ancestors_TW=ancestors,
+        logit_rows_L=np.array(logit_rows or [int(starts[-1]) - 1], np.int32),
+        features_TE=np.stack(rows_features).astype(np.float32, copy=False) if rows_features else None,
+    )

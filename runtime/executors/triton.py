@@ -1,0 +1,284 @@
+"""An Executor on a GPU: attention by the generated Triton kernels, everything else by torch.
+
+Legend: T rows, R requests, L logit rows, E hidden, V vocab, P pages, G kv heads, H query heads, D head dim. Owns the
+pool, the weights on the device and the walk over a step graph. Operators whose record names the ``tree_attention``
+kernel run on it; the others run on the torch references of their records. With TRITON_INTERPRET=1 the same code runs on
+the CPU: slow, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flexspec.errors import CompileError, ToolchainError, WeightError
+from flexspec.graph import Attr, Graph, Node
+from flexspec.kernels.gpu.aot import CompiledVariant, compile_variant
+from flexspec.kernels.gpu.launch import BinaryKernels, Kernels, SourceKernels, interpreting
+from flexspec.kernels.gpu.spec import TARGETS, AttentionShape, TileConfig, Variant, attention_shapes
+from flexspec.kernels.gpu.tree_attention import SPLIT_KEYS, StepTables, step_tables, tree_attention
+from flexspec.kernels.reference import TORCH_DTYPES
+from flexspec.ops.record import Reference, record_of
+from flexspec.runtime.executors.step import StepBatch, StepResult
+from flexspec.runtime.executors.top_successors import top_successors
+from flexspec.types import DType, Role
+
+_PLAIN_CONFIG = TileConfig(32, 4, 2)  # for the interpreter, and for GPUs no budget is known of
+
+
+# A node where ranks meet and this rank's operands -> its result.
+Exchange = Callable[[Node, Sequence[torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Instruction:
+    """One node made ready: the kernel's attention if ``shape`` is given, else the operator's reference."""
+
+    node: Node
+    attrs: dict[str, Attr]
+    reference: Reference
+    shape: AttentionShape | None
+    scale: float
+    dead: tuple[str, ...]  # values nobody reads after it
+    meets: bool  # ranks meet in it
+
+
+class TritonExecutor:
+    """Runs any step graph, canonical or lowered, over its own paged pool (see runtime/executors/step.py: Executor).
+
+    ``weights`` are arrays by canonical name: float32, rounded here to the graph's dtype, or already of that dtype
+    (bfloat16 as uint16 bits). ``compiled`` are kernels compiled ahead of time, by variant: binaries run on NVIDIA GPUs,
+    sources anywhere else; what is missing is compiled at its first use. ``max_tree_tokens`` fixes the row tile and the
+    least number of ancestor words. ``exchange`` meets the other ranks, where the graph is one rank's part.
+    Raises WeightError for a missing weight or a wrong shape, ToolchainError when the device cannot run the kernels.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        weights: Mapping[str, NDArray[Any]],
+        pages: int,
+        max_rows: int,
+        device: str = "cuda",
+        *,
+        compiled: Mapping[Variant, CompiledVariant] | None = None,
+        max_tree_tokens: int = 64,
+        split_keys: int = SPLIT_KEYS,
+        exchange: Exchange | None = None,
+    ) -> None:
+        _check_device(graph, device)
+        self.graph, self.pages, self.max_rows, self.device = graph, pages, max_rows, torch.device(device)
+        self._exchange = exchange
+        sent = {value.name for node in graph.nodes if node.op == "send" for value in node.outputs}
+        types = graph.types()
+        results = [name for name in graph.outputs if types[name].role is not Role.KV and name not in sent]
+        self._logits, self._feature_names = results[:1], results[1:]
+        self.vocab_size = _int(types[results[0]].dims[1]) if results else 0
+        limits = [_int(node.attr("max_positions")) for node in graph.nodes if node.op == "rope"]
+        self.max_positions = min(limits, default=2**31 - 1)
+        self._compiled, self._split_keys = compiled or {}, split_keys
+        self._program = _instructions(graph, max_tree_tokens, alone=exchange is None)
+        self._weights = _place_weights(graph, weights, self.device)
+        caches = graph.inputs_of(Role.KV)
+        self._caches = {
+            value.name: torch.zeros(
+                pages, *map(_int, value.type.dims[1:]), dtype=TORCH_DTYPES[value.type.dtype], device=self.device
+            )
+            for value in caches
+        }
+        self._kernels: dict[Variant, Kernels] = {}
+
+    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
+        """One step; the pool is updated in place. Raises EngineError when a kernel does not launch."""
+        result = self.run(batch, want_logits=want_logits, want_features=want_features)
+        assert result is not None, "a whole model has logits"
+        return result
+
+    @torch.no_grad()
+    def run(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult | None:
+        """As ``step``; None from a rank without logits. Raises what ``exchange`` raises, too."""
+        assert 0 < len(batch.ids_T) <= self.max_rows, f"{len(batch.ids_T)} rows, at most {self.max_rows}"
+        values = self._step_inputs(batch) | self._weights | self._caches
+        attend = self._attention_of(batch)
+        for each in self._program:
+            inputs = [values[name] for name in each.node.inputs]
+            if each.shape is not None:
+                results = attend(each.shape, inputs, each.scale)
+            elif each.meets:
+                assert self._exchange is not None
+                results = (self._exchange(each.node, inputs),)
+            else:
+                results = each.reference(inputs, each.attrs)
+            values.update((value.name, result) for value, result in zip(each.node.outputs, results, strict=True))
+            for name in each.dead:
+                del values[name]
+        if not self._logits:
+            return None
+        logits_LV = values[self._logits[0]].float()
+        features = [values[name].float() for name in self._feature_names] if want_features else []
+        return StepResult(
+            argmax_L=logits_LV.argmax(-1).to(torch.int32).cpu().numpy(),  # torch's argmax is the first maximum
+            logits_LV=logits_LV.cpu().numpy() if want_logits else None,
+            features_TE=torch.cat(features, -1).cpu().numpy() if features else None,
+        )
+
+    def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        return top_successors(logits_LV, k)
+
+    def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
+        """Copy K/V of all layers slot by slot, in order; in one gather when no copy reads what an earlier one wrote."""
+        written: set[int] = set()
+        ordered = False
+        for src, dst in zip(src_slots.tolist(), dst_slots.tolist(), strict=True):
+            ordered |= src in written or dst in written
+            written.add(dst)
+        moves = [(src_slots, dst_slots)]
+        if ordered:
+            moves = [(src_slots[i : i + 1], dst_slots[i : i + 1]) for i in range(len(src_slots))]
+        for sources, targets in moves:
+            src, dst = self._index(sources), self._index(targets)
+            for cache in self._caches.values():
+                slots = cache.flatten(0, 1)
+                slots[dst] = slots[src]
+
+    def read_kv(self, slots: NDArray[np.int32]) -> dict[str, NDArray[np.float32]]:
+        """K and V of some slots, float32 [n, G, D] by cache name; for tests that compare caches."""
+        index = self._index(slots)
+        return {name: cache.flatten(0, 1)[index].float().cpu().numpy() for name, cache in self._caches.items()}
+
+    def close(self) -> None:
+        """Drop pool, weights and kernels."""
+        self._caches.clear()
+        self._weights.clear()
+        self._kernels.clear()
+
+    def _attention_of(
+        self, batch: StepBatch
+    ) -> Callable[[AttentionShape, Sequence[torch.Tensor], float], tuple[torch.Tensor, ...]]:
+        """Attention for this step: writes K/V through the page table, then launches the kernels of the shape."""
+        slots_T = self._index(batch.slots())
+        ready: dict[AttentionShape, tuple[Kernels, StepTables]] = {}
+
+        def attend(shape: AttentionShape, inputs: Sequence[torch.Tensor], scale: float) -> tuple[torch.Tensor, ...]:
+            q, k, v, k_cache, v_cache = inputs[:5]
+            if shape not in ready:
+                variant = shape.variant()
+                words = max(variant.mask_words, batch.ancestors_TW.shape[1])
+                kernels = self._kernels_for(replace(variant, mask_words=words))
+                ready[shape] = kernels, self._tables(kernels.variant, batch)
+            k_cache.flatten(0, 1).index_put_((slots_T,), k)
+            v_cache.flatten(0, 1).index_put_((slots_T,), v)
+            return (
+                tree_attention(ready[shape][0], q.contiguous(), k_cache, v_cache, ready[shape][1], scale),
+                k_cache,
+                v_cache,
+            )
+
+        return attend
+
+    def _tables(self, variant: Variant, batch: StepBatch) -> StepTables:
+        missing = variant.mask_words - batch.ancestors_TW.shape[1]  # one kernel for all steps, so for small trees too
+        return step_tables(
+            variant, batch.page_table_RB, batch.starts_R1, batch.contexts_R, batch.causal_R,
+            np.pad(batch.ancestors_TW, ((0, 0), (0, missing))), self.device, split_keys=self._split_keys,
+        )  # fmt: skip
+
+    def _kernels_for(self, variant: Variant) -> Kernels:
+        if variant not in self._kernels:
+            compiled = self._compiled.get(variant)
+            if compiled is None:
+                self._kernels[variant] = SourceKernels(variant, _config_for(variant, self.device))
+            elif self.device.type == "cuda" and compiled.target.backend == "cuda":
+                self._kernels[variant] = BinaryKernels(compiled)
+            else:
+                self._kernels[variant] = SourceKernels(variant, compiled.config, compiled.source)
+        return self._kernels[variant]
+
+    def _step_inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:
+        """The step's arrays on the device, those the graph declares (fields and inputs have the same names)."""
+        reads_features = any(value.name == "features_TE" for value in self.graph.inputs)
+        assert batch.features_TE is not None or not reads_features, "this model reads features"
+        return {
+            value.name: torch.from_numpy(np.array(getattr(batch, value.name)))
+            .to(TORCH_DTYPES[value.type.dtype])
+            .to(self.device)
+            for value in self.graph.inputs
+            if value.type.role not in (Role.WEIGHT, Role.KV)
+        }
+
+    def _index(self, slots: NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(slots, np.int64)).to(self.device)
+
+
+def _instructions(graph: Graph, max_tree_tokens: int, *, alone: bool) -> tuple[_Instruction, ...]:
+    last = {name: at for at, node in enumerate(graph.nodes) for name in node.inputs}
+    kept = {*graph.outputs, *(value.name for value in graph.inputs)}
+    shapes = attention_shapes(graph, max_tree_tokens)
+    program = []
+    for at, node in enumerate(graph.nodes):
+        record, attrs = record_of(node), dict(node.attrs)
+        if record.exchange and alone:  # its reference wants the operands of all ranks
+            raise CompileError(f"graph {graph.name} meets other ranks at a {node.op}", "one rank", "plan one rank")
+        scale = attrs.get("scale")
+        names = {*node.inputs, *(value.name for value in node.outputs)} - kept
+        dead = tuple(sorted(name for name in names if last.get(name, at) <= at))
+        scale = scale if isinstance(scale, float) else 1.0
+        program.append(_Instruction(node, attrs, record.reference, shapes.get(at), scale, dead, record.exchange))
+    return tuple(program)
+
+
+def _config_for(variant: Variant, device: torch.device) -> TileConfig:
+    """The tile configuration that fits this GPU: the one the budget check of its target takes."""
+    if device.type == "cpu":
+        return _PLAIN_CONFIG
+    name = gpu_architecture(device)
+    return compile_variant(variant, name).config if name in TARGETS else _PLAIN_CONFIG
+
+
+def gpu_architecture(device: torch.device | str = "cuda") -> str:
+    """Name of a GPU's architecture as ``--target`` takes it: sm_90, gfx942, ... Raises ToolchainError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ToolchainError("no CUDA device", "one that torch can use", "run it with --device cpu")
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def _place_weights(graph: Graph, weights: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
+    placed: dict[str, torch.Tensor] = {}
+    for value in graph.inputs_of(Role.WEIGHT):
+        array = weights.get(value.name)
+        if array is None or array.shape != value.type.dims:
+            found = "is missing" if array is None else f"has shape {list(array.shape)}"
+            raise WeightError(f"weight {value.name} {found}", str(value.type), "load the checkpoint of this graph")
+        if array.dtype == np.uint16:
+            host = torch.from_numpy(np.array(array.view(np.int16))).view(torch.bfloat16)
+        else:
+            host = torch.from_numpy(np.array(array))  # a copy: what comes from a file is read-only
+        placed[value.name] = host.to(TORCH_DTYPES[value.type.dtype]).to(device)
+    return placed
+
+
+def _check_device(graph: Graph, device: str) -> None:
+    if device.startswith("cuda"):
+        gpu_architecture(device)
+    if device == "cpu" and not interpreting():
+        raise ToolchainError(
+            "Triton kernels on the CPU", "TRITON_INTERPRET=1 in the environment",
+            "set it before Python starts, or use the CPU backend",
+        )  # fmt: skip
+    if device == "cpu" and any(value.type.dtype is DType.BF16 for value in graph.inputs):
+        raise ToolchainError(
+            "a bf16 model in Triton's interpreter", "f32 or f16 (the interpreter computes bf16 products wrongly)",
+            "build the graph in f32 (flexspec compile --dtype f32)",
+        )  # fmt: skip
+
+
+def _int(value: object) -> int:
+    assert isinstance(value, int), f"{value!r} is not a fixed size"
+    return value

@@ -1,0 +1,231 @@
+"""Measures this machine for the planner: steps of an artifact's LLM with all ranks busy, and links of processes."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.compiler.artifact.open import open_artifact
+from flexspec.compiler.prices.fit_machine import StepFit, fit_device, fit_link, fit_operator, graph_calls
+from flexspec.compiler.prices.machine import DEVICE_KEYS, Constant, Device, Link, Machine, Peaks, open_machine
+from flexspec.errors import MachineError
+from flexspec.graph import Graph
+from flexspec.runtime.executors.cpu import CpuExecutor
+from flexspec.runtime.executors.pages import RowGroup, pack_rows
+from flexspec.runtime.executors.step import Executor, StepBatch
+from flexspec.runtime.executors.step_times import lower_quartile
+from flexspec.runtime.local_ranks import host_cores
+from flexspec.runtime.measure.host_probe import HostTimes, probe_host
+from flexspec.runtime.measure.link_probe import probe_links
+from flexspec.runtime.open.engine import open_engine
+from flexspec.runtime.open.host_memory import HostMemory, host_memory
+from flexspec.runtime.open.serve_options import ServeOptions
+from flexspec.text import parse_graph
+from flexspec.types import PAGE_TOKENS, DType, Role
+
+TEMPLATE = "cpu2"  # the shipped file whose datasheet values are kept
+_FOR_RANKS = 0.8  # of the memory; the rest is the system's: an estimate
+_ROWS = (1, 2, 4, 8, 16, 32, 48, 64)
+_REPEATS = 9
+MAX_BUSY = 8  # each busy rank holds the weights once
+_CONTEXT_TOKENS = 1
+_ATTENTION, _NODE_CONTEXT, _NODE_ROWS = "attention", 512, (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The machine as fitted, and how well the fit describes the measured steps.
+
+    ``tables_origin``: where the measured tables of its link come from.
+    """
+
+    machine: Machine
+    steps: StepFit
+    tables_origin: str
+
+
+def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> Calibration:
+    """Fit the shipped CPU machine to this one, of ``ranks`` devices (a core each).
+
+    Raises what open_engine raises, and MachineError where a rank's share of the memory is less than its reserve.
+    """
+    template = open_machine(TEMPLATE)
+    kind = template.kinds[0]
+    graph = parse_graph(open_artifact(path).read_bytes("graph/llm.fsg").decode("utf-8", "replace"))
+    dtype = next(value.type.dtype for value in graph.inputs if value.type.role is Role.WEIGHT)
+    busy = min(ranks, host_cores(), MAX_BUSY)
+    today = datetime.date.today().isoformat()
+    memory = memory_share(kind.device.memory_bytes, kind.device.reserve_bytes, ranks, host_memory(), today)
+    origin = f"fit {today} by flexspec calibrate on {path.name}, {dtype.value}, one thread each of {busy} busy ranks"
+    fitted_peak = f"correction: {origin}; value: {TEMPLATE}'s peak, kept"
+    with ExitStack() as opened:
+        served = [open_engine(path, ServeOptions(draft="off", threads=1, measure=False)) for _ in range(busy)]
+        for each in served:
+            opened.callback(each.close)
+        executors = [each.executors[0] for each in served]
+        times = time_steps(executors)
+        context = min(_NODE_CONTEXT, executors[0].max_positions - max(_NODE_ROWS))
+        nodes = time_nodes(executors, graph, context)
+    launch = Constant(float(f"{shortest_us(nodes[1]):.4g}"), 1.0, f"the shortest operator of a row; {origin}")
+    start = replace(kept_device(kind.device), memory_bytes=memory, launch_us=launch, processor="cpu")
+    steps = fit_device(start, dtype, graph_calls(graph), times, _CONTEXT_TOKENS, fitted_peak)
+    device = fit_attention(steps.device, dtype, graph, nodes, context, fitted_peak)
+    link, tables_origin = kept_link(kind.link), f"kept from {TEMPLATE}, not measured here"
+    if links and ranks > 1:
+        transfers, reduces = probe_links(ranks)
+        source = f"measured {today} by flexspec calibrate, gloo, {ranks} processes"
+        link, tables_origin = fit_link(link.name, transfers, reduces, ranks, source), source
+    fitted = type(kind)(device, ranks, link, 1)
+    about = f"This machine, {ranks} of {host_cores()} cores, one rank a core; calibrated."
+    host = _host(template, probe_host(path), f"measured {today} by flexspec calibrate on {path.name}")
+    return Calibration(replace(host, name=name, about=about, kinds=(fitted,), network=None), steps, tables_origin)
+
+
+def memory_share(shipped: Constant, reserve: Constant, ranks: int, host: HostMemory | None, today: str) -> Constant:
+    """Bytes of one of ``ranks`` equal shares of this host's memory; the shipped ones where the kernel says nothing.
+
+    Raises MachineError for less than the reserve: planner and reader of the file would refuse it.
+    """
+    if host is None:
+        return kept(shipped)
+    origin = (
+        f"value: memory of this host or its container, read {today} by flexspec calibrate; correction: "
+        f"{_FOR_RANKS:g} of it over {ranks} rank{'s' if ranks > 1 else ''}, the rest for the system (estimate)"
+    )
+    share = Constant(float(host.total_bytes), float(f"{_FOR_RANKS / ranks:.4g}"), origin)
+    if share.effective <= reserve.effective:
+        raise MachineError(
+            f"{share.effective / 1e9:.2f} GB of memory for each of {ranks} ranks",
+            f"more than the {reserve.effective / 1e9:.2f} GB that a rank needs beside its weights",
+            "choose fewer --ranks",
+        )
+    return share
+
+
+def kept(constant: Constant) -> Constant:
+    """A constant of the shipped file, which says so."""
+    return replace(constant, origin=f"kept from {TEMPLATE}, not measured here: {constant.origin}")
+
+
+def kept_device(device: Device) -> Device:
+    """The shipped device, each constant saying so."""
+    constants = {key: kept(getattr(device, key)) for key in DEVICE_KEYS}
+    operators = {
+        name: Peaks(kept(peaks.bandwidth_bytes_per_s), kept(peaks.flops_per_s))
+        for name, peaks in device.operators.items()
+    }
+    return replace(device, operators=operators, **constants)  # type: ignore[arg-type]
+
+
+def kept_link(link: Link) -> Link:
+    """The shipped link, likewise."""
+    alpha_us, bandwidth = kept(link.alpha_us), kept(link.bandwidth_bytes_per_s)
+    width = kept(link.element_bytes) if link.element_bytes else None
+    return replace(link, alpha_us=alpha_us, bandwidth_bytes_per_s=bandwidth, element_bytes=width)
+
+
+def _host(template: Machine, found: HostTimes, origin: str) -> Machine:
+    """The template with the host's constants as measured."""
+
+    def constant(us: float) -> Constant:
+        return Constant(float(f"{us:.4g}"), 1.0, origin)
+
+    step_request = template.step_request_us
+    return replace(
+        template,
+        round_us=constant(found.round_us),
+        request_us=constant(found.request_us),
+        step_us=constant(found.step_us),
+        step_request_us=kept(step_request) if found.step_request_us is None else constant(found.step_request_us),
+    )
+
+
+def time_nodes(executors: Sequence[Executor], graph: Graph, context_tokens: int) -> dict[int, NDArray[np.float64]]:
+    """Rows -> microseconds of each node of a step, 0 for one without code, while the other executors are as busy."""
+    first = executors[0]
+    assert isinstance(first, CpuExecutor)
+    times = first.keep_times(len(graph.nodes))
+    found: dict[int, NDArray[np.float64]] = {}
+    for rows in [rows for rows in _NODE_ROWS if rows <= first.max_rows]:
+        batch = _chain(rows, context_tokens)
+        with _running(executors[1:], batch):
+            for _ in range(_REPEATS):
+                first.step(batch, want_logits=False)
+        took = np.diff(times.arrays()["stamps"][-_REPEATS + 1 :], axis=1) / 1e3
+        found[rows] = np.percentile(took, 25, axis=0)
+    return found
+
+
+def shortest_us(nodes_us: NDArray[np.float64]) -> float:
+    """What an operator takes that has next to nothing to do."""
+    return float(nodes_us[nodes_us > 0].min())
+
+
+def fit_attention(
+    device: Device,
+    dtype: DType,
+    graph: Graph,
+    nodes_us: Mapping[int, NDArray[np.float64]],
+    context_tokens: int,
+    origin: str,
+) -> Device:
+    """``device`` with attention's own peaks: its loops over pages are far from what a matrix product reaches."""
+    calls = [call for call in graph_calls(graph) if call.record.name == _ATTENTION]
+    own = [i for i, node in enumerate(graph.nodes) if node.op == _ATTENTION]
+    measured_us = {rows: float(took[own].sum()) for rows, took in nodes_us.items()}
+    return fit_operator(device, dtype, calls, measured_us, context_tokens, origin) if calls else device
+
+
+def time_steps(executors: Sequence[Executor]) -> dict[int, float]:
+    """Rows -> microseconds of a chain step of one request on the first executor, while the others run the same.
+
+    All ranks of a plan share the memory's bandwidth, so a step alone would look too fast. Sizes are interleaved, so
+    that all of them meet the slow moments of the machine.
+    """
+    sizes = [rows for rows in _ROWS if rows <= executors[0].max_rows]
+    times: dict[int, list[float]] = {rows: [] for rows in sizes}
+    batches = {rows: _chain(rows) for rows in sizes}
+    for repeat in range(_REPEATS + 1):
+        for rows in sizes:
+            with _running(executors[1:], batches[rows]):
+                executors[0].step(batches[rows], want_logits=False)  # the first step warms caches
+                began = time.perf_counter()
+                executors[0].step(batches[rows], want_logits=False)
+                if repeat:
+                    times[rows].append((time.perf_counter() - began) * 1e6)
+    return {rows: lower_quartile(values) for rows, values in times.items()}
+
+
+def _chain(rows: int, context_tokens: int = _CONTEXT_TOKENS) -> StepBatch:
+    pages = list(range(-(-(context_tokens + rows) // PAGE_TOKENS)))
+    bits = [(1 << (i + 1)) - 1 for i in range(rows)] if rows > 1 else None
+    positions = list(range(context_tokens, context_tokens + rows))
+    return pack_rows([RowGroup([1] * rows, positions, context_tokens, pages, range(rows), bits)])
+
+
+@contextmanager
+def _running(executors: Sequence[Executor], batch: StepBatch) -> Iterator[None]:
+    """Steps of the same batch on the other executors, each in a thread (a step holds no lock of Python's)."""
+    stop = threading.Event()
+
+    def run(executor: Executor) -> None:
+        while not stop.is_set():
+            executor.step(batch, want_logits=False)
+
+    threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in executors]
+    for each in threads:
+        each.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for each in threads:
+            each.join()

@@ -1,0 +1,96 @@
+"""What the host does in a round beside the programs: measured by rounds of an artifact, for the planner.
+
+A round costs ``round_us`` and ``request_us`` a request (accept, commit, schedule); each step of a program costs
+``step_us`` to hand over, and an SSM's also ``step_request_us`` a request (packing, successors, growing its tree).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flexspec.runtime.executors.step_times import StepTimes, lower_quartile
+from flexspec.runtime.measure.round_runs import Ask, Round, RoundRuns
+from flexspec.runtime.open.serve_options import ServeOptions
+
+_BATCHES = (1, 2, 4)
+_DRAFTS = ("chain:4/sources=ssm", "tree:2,2,1/sources=ssm")
+_CONTEXT_TOKENS, _ROUNDS, _WARM, _TURNS = 64, 10, 3, 3
+
+Sample = tuple[float, float]  # (requests, microseconds)
+
+
+@dataclass(frozen=True, slots=True)
+class HostTimes:
+    """Microseconds of the host's work; ``step_request_us`` None where there is no SSM to measure it."""
+
+    round_us: float
+    request_us: float
+    step_us: float
+    step_request_us: float | None
+
+
+def probe_host(path: Path) -> HostTimes:
+    """Rounds of an artifact on one rank, with and without its SSM. Raises what open_engine raises."""
+    asks = [Ask(draft, batch, _CONTEXT_TOKENS, _ROUNDS, _WARM) for draft in _drafts(path) for batch in _BATCHES]
+    options = ServeOptions(
+        threads=1, kv_tokens=max(ask.kv_tokens for ask in asks), max_requests=max(_BATCHES), measure=False, checks=False
+    )
+    runs = RoundRuns(path, options)
+    rounds: list[Sample] = []
+    steps: list[Sample] = []
+    try:
+        for _ in range(_TURNS):
+            for ask in asks:
+                found, opened = runs.run(ask), runs.open(ask.draft)
+                rounds.append((ask.batch, lower_quartile([r.total_us - r.draft_us - r.verify_us for r in found])))
+                steps.append((0, lower_quartile(list(_around(opened.llm, [(r.step, r.step + 1) for r in found])))))
+                steps += [(ask.batch, us) for us in _between(found, opened.ssms)]
+    finally:
+        runs.close()
+    round_us, request_us = line_fit(rounds)
+    step_us, step_request_us = line_fit(steps)
+    drafted = any(requests for requests, _ in steps)
+    return HostTimes(round_us, request_us, step_us, step_request_us if drafted else None)
+
+
+def _drafts(path: Path) -> list[str]:
+    from flexspec.compiler.artifact.model_record import record_from_json
+    from flexspec.compiler.artifact.open import open_artifact
+
+    record = record_from_json(open_artifact(path, check_digests=False).read_json("model.json"))
+    return ["off", *(_DRAFTS if len(record.models) > 1 else ())]
+
+
+def _between(rounds: Sequence[Round], ssms: Sequence[StepTimes]) -> list[float]:
+    """Microseconds of a drafting step beside its program."""
+    if not ssms:
+        return []
+    spans = [[each.ssm_steps[number] for each in rounds] for number in range(len(ssms))]
+    programs = np.sum([list(_inside(times, own)) for times, own in zip(ssms, spans, strict=True)], 0)
+    counts = np.sum([[end - first for first, end in own] for own in spans], 0)
+    drafts = np.array([each.draft_us for each in rounds])
+    return [lower_quartile((drafts - programs) / np.maximum(counts, 1))]
+
+
+def _inside(times: StepTimes, spans: Sequence[tuple[int, int]]) -> Iterator[float]:
+    """Microseconds in the program, summed over each span of steps."""
+    for first, end in spans:
+        yield sum(float(stamps.max() - stamps[0]) for stamps in times.stamps_ns[first:end]) / 1e3
+
+
+def _around(times: StepTimes, spans: Sequence[tuple[int, int]]) -> Iterator[float]:
+    """Microseconds of each span of steps outside the program."""
+    for span, inside in zip(spans, _inside(times, spans), strict=True):
+        yield sum(ended - began for began, ended in times.calls_ns[slice(*span)]) / 1e3 - inside
+
+
+def line_fit(samples: Sequence[Sample]) -> tuple[float, float]:
+    """(constant, per request) of least squares, neither below 0."""
+    x, y = np.array(samples, np.float64).T
+    slope = float(((x - x.mean()) * (y - y.mean())).sum() / max(((x - x.mean()) ** 2).sum(), 1e-9))
+    slope = max(0.0, slope)
+    return max(0.0, float(y.mean() - slope * x.mean())), slope

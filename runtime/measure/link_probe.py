@@ -1,0 +1,142 @@
+"""One rank of a link measurement over torch.distributed, run as ``python -m flexspec.runtime.measure.link_probe``.
+
+Times the runtime's own exchanges (distributed/group.py: Seat.meet), each after a stretch of work, as in a step: the
+threads that wait have gone to sleep by then, and a ping-pong that never lets them would show half the time. Every rank
+prints JSON; ``probe_links`` starts all ranks and puts it together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexspec.errors import ToolchainError
+from flexspec.graph import Node, Value
+from flexspec.runtime.executors.step_times import lower_quartile
+from flexspec.runtime.local_ranks import rank_environments
+from flexspec.types import DType, Role, TensorType
+
+Meet = Callable[[int, Node, NDArray[np.float32] | None], NDArray[np.float32]]  # as Seat.meet
+SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)  # bytes
+_COLUMNS = 256  # float32, of a row
+_ROW_BYTES = 4 * _COLUMNS
+_WORK_BYTES = 1 << 22  # read between two sums
+_STAGE_READS = 24  # as many times that between two transfers: about a stage's time, in which other ranks fall asleep
+_REPEATS, _WARM, _TIMEOUT_S = 20, 4, 120
+_CHAINS, _LINKS = 7, 12  # sums come in chains, two a block: what counts is the mean of a chain, late ones included
+
+
+def probe_links(ranks: int) -> tuple[dict[int, float], dict[int, float]]:
+    """(transfers, all-reduces): bytes -> us between ``ranks`` processes. Raises ToolchainError without torch."""
+    command = [sys.executable, "-m", "flexspec.runtime.measure.link_probe"]
+    started = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for environment in rank_environments(ranks)
+    ]
+    try:
+        answers = [each.communicate(timeout=_TIMEOUT_S) for each in started]
+    except subprocess.TimeoutExpired:
+        raise ToolchainError(
+            f"no answer from {ranks} ranks in {_TIMEOUT_S} s", "gloo over loopback", "use --no-links"
+        ) from None
+    finally:
+        for each in started:
+            if each.poll() is None:
+                each.kill()
+                each.wait()
+    if any(each.returncode for each in started):
+        last = next(err for each, (_, err) in zip(started, answers, strict=True) if each.returncode).strip()
+        found = last.splitlines()[-1] if last else "a rank ended without a word"
+        raise ToolchainError(f"links could not be measured: {found}", "torch with gloo", "install torch, or --no-links")
+    told = [json.loads(out) for out, _ in answers]
+    transfers = {size: _transfer_us([each["transfer"][str(size)] for each in told[:2]]) for size in SIZES}
+    reduces = {size: _reduce_us([each["reduce"][str(size)] for each in told]) for size in SIZES}
+    return transfers, reduces
+
+
+def _transfer_us(moments_ns: list[list[int]]) -> float:
+    """From the giver's begin to the taker's end; rank 0 gives first, then they take turns. A host has one clock."""
+    first, second = (np.array(each, np.int64) for each in moments_ns)
+    return lower_quartile(np.abs(first - second) / 1e3)
+
+
+def _reduce_us(spent_us: list[list[float]]) -> float:
+    """What a rank spends in each of a chain, waiting for the others included."""
+    return lower_quartile(np.mean(spent_us, 0).reshape(_CHAINS, _LINKS).mean(1))
+
+
+@dataclass(slots=True)
+class _Probe:
+    """A rank's side. ``meet`` is the exchange of the runtime."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    meet: Meet
+
+    def transfer(self, rows: int) -> list[int]:
+        """When this rank began to give, or had taken, in ns."""
+        moments = []
+        data = np.ones((rows, _COLUMNS), np.float32)
+        for i in range(_WARM + 2 * _REPEATS):
+            giver, taker = (0, 1) if i % 2 == 0 else (1, 0)
+            if self.rank == giver:
+                for _ in range(_STAGE_READS):
+                    _work()
+                moments.append(time.monotonic_ns())
+                self.meet(self.rank, _node("send", to=taker, channel=0), data)
+            elif self.rank == taker:
+                self.meet(self.rank, _node("recv", source=giver, channel=0), None)
+                moments.append(time.monotonic_ns())
+        return moments[_WARM:]
+
+    def reduce(self, rows: int) -> list[float]:
+        """Microseconds in each."""
+        spent = []
+        data = np.ones((rows, _COLUMNS), np.float32)
+        for _ in range(_WARM + _CHAINS * _LINKS):
+            _work()
+            began = time.perf_counter()
+            self.meet(self.rank, _node("reduce", ranks=self.ranks), data)
+            spent.append((time.perf_counter() - began) * 1e6)
+        return spent[_WARM:]
+
+
+_MEMORY = np.ones(_WORK_BYTES // 4, np.float32)
+
+
+def _work() -> None:
+    """What a rank does between exchanges: it reads memory."""
+    float(_MEMORY.sum())
+
+
+def _node(op: str, **attrs: int | tuple[int, ...]) -> Node:
+    result = Value("x", TensorType(DType.F32, ("T", _COLUMNS), Role.ACTIVATION))
+    return Node(op, ("x",), (result,), tuple(sorted(attrs.items())))
+
+
+def main() -> None:
+    from flexspec.runtime.distributed.group import Seat
+
+    world = int(os.environ["WORLD_SIZE"])
+    seat = Seat("link probe", world, [tuple(range(world))])
+    probe = _Probe(seat.rank, tuple(range(world)), seat.meet)
+    body: dict[str, dict[int, list[int] | list[float]]] = {"transfer": {}, "reduce": {}}
+    for size in SIZES:
+        rows = size // _ROW_BYTES
+        seat.begin(rows, rows)
+        body["transfer"][size] = probe.transfer(rows)
+        body["reduce"][size] = probe.reduce(rows)
+    print(json.dumps(body))
+    seat.close()
+
+
+if __name__ == "__main__":
+    main()

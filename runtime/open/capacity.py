@@ -1,0 +1,91 @@
+"""What fits: the longest request, the pools of SSMs, and whether this host can hold all that will run on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from flexspec.compiler.artifact.model_record import LLM, ModelRecord, PartRecord
+from flexspec.compiler.artifact.open import Artifact
+from flexspec.compiler.artifact.plan import Plan
+from flexspec.compiler.artifact.rank_record import folder_of
+from flexspec.compiler.kv_slots import longest_request, pages_of, request_slots
+from flexspec.errors import ArtifactError, CapacityError
+from flexspec.runtime.drafters.plan import DraftLadder
+from flexspec.runtime.open.host_memory import Pool, check_memory
+from flexspec.runtime.open.serve_options import ServeOptions
+
+
+def context_tokens(record: ModelRecord, ladder: DraftLadder, options: ServeOptions) -> tuple[int, str]:
+    """Longest prompt plus output of one request, and how a longer one can be had ("" if it is the model's own).
+
+    The least of the model's, the pool's with one tree behind it, and the option's.
+    """
+    nodes = ladder.worst.max_nodes
+    room = longest_request(options.pages, nodes)
+    if room < 2:
+        raise CapacityError(
+            f"a KV pool of {options.kv_tokens} tokens",
+            f"at least {request_slots(2, nodes)} for trees of {nodes + 1} nodes",
+            "raise --kv-tokens, or choose a smaller --draft",
+        )
+    model = record.models[0].max_positions
+    longest, why = (room, "raise --kv-tokens") if room < model else (model, "")
+    asked = options.context_tokens
+    if not asked or asked == longest:
+        return longest, why
+    if not 2 <= asked < longest:
+        holds = f"what {options.kv_tokens} KV tokens hold beside a tree" if why else "the model's own"
+        raise CapacityError(
+            f"--context {asked} (tokens of a prompt and its output together)",
+            f"2 to {longest}, {holds}",
+            "choose --context in that range" + (f", or {why}" if why else ""),
+        )
+    return asked, "raise --context"
+
+
+def ssms_of(record: ModelRecord, plan: Plan, ladder: DraftLadder) -> list[tuple[PartRecord, tuple[int, ...]]]:
+    """The SSMs that the ladder drafts with, and the ranks where each lives."""
+    ssms = [part for part in record.models if part.name != LLM]
+    if len(ssms) != len(plan.ssm_ranks):
+        raise ArtifactError(
+            f"a plan for {len(plan.ssm_ranks)} SSMs", f"the {len(ssms)} of model.json", "compile the model again"
+        )
+    return [each for each in zip(ssms, plan.ssm_ranks, strict=True) if each[0].name in ladder.sources]
+
+
+def ssm_pages(options: ServeOptions, ranks: Sequence[int], context: int) -> int:
+    """KV pages of an SSM on each of its ranks: their share of the requests, and room for the longest one."""
+    if len(ranks) == 1:
+        return options.pages
+    return min(options.pages, max(-(-options.pages // len(ranks)), 2 * (pages_of(context) + 1)))
+
+
+def check_room(
+    artifact: Artifact,
+    record: ModelRecord,
+    plan: Plan,
+    ladder: DraftLadder,
+    options: ServeOptions,
+    ranks: Sequence[int] = (),
+) -> None:
+    """Raise CapacityError when what this host will run does not fit into its memory (CPU only).
+
+    ``ranks``: those of the plan that run here; none where the whole model does.
+    """
+    if options.device != "cpu":
+        return
+    context, _ = context_tokens(record, ladder, options)
+    held = {rank for stage in plan.stages for rank in stage.ranks}
+    pools = [Pool(folder_of(rank), options.pages) for rank in ranks if rank in held]
+    pools += [Pool(LLM, options.pages)] if not ranks else []
+    for part, living in ssms_of(record, plan, ladder):
+        pages = ssm_pages(options, living, context) if ranks else options.pages
+        pools += [Pool(part.name, pages)] * (sum(rank in ranks for rank in living) if ranks else 1)
+    check_memory(artifact, pools, max(options.max_rows, options.max_requests), options.max_requests)
+
+
+def ranks_here() -> range:
+    """The ranks that torchrun has put on this host."""
+    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

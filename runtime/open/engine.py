@@ -1,0 +1,115 @@
+"""From an opened artifact to a running engine: executors, drafters, tokenizer, measured step costs.
+
+Owns the assembly; each part is its own file. The CPU path imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flexspec.compiler.artifact.model_record import ModelRecord, PartRecord, record_from_json
+from flexspec.compiler.artifact.open import Artifact, open_artifact
+from flexspec.compiler.artifact.plan import Plan, plan_from_json
+from flexspec.errors import ArtifactError
+from flexspec.runtime.drafters.base import DraftsElsewhere
+from flexspec.runtime.drafters.plan import DraftLadder
+from flexspec.runtime.drafters.planned import PlannedDrafter
+from flexspec.runtime.drafters.ssm import SsmDrafter
+from flexspec.runtime.engine.engine import Engine
+from flexspec.runtime.engine.observer import Observer
+from flexspec.runtime.engine.scheduler import Limits
+from flexspec.runtime.executors.step import Executor, OverlappingExecutor
+from flexspec.runtime.open.capacity import check_room, context_tokens, ranks_here, ssm_pages, ssms_of
+from flexspec.runtime.open.drafters import cheap_drafters, choose_ladder, ssm_drafter
+from flexspec.runtime.open.models import open_backend
+from flexspec.runtime.open.serve_options import ServeOptions
+from flexspec.runtime.open.step_costs import measure_steps
+from flexspec.runtime.text.chat import ChatRenderer
+from flexspec.runtime.text.tokenizer import Detokenizer, Tokenizer
+from flexspec.types import PAGE_TOKENS
+
+CHAT_FILE = "chat_template.jinja"
+_REBUILD = "compile the model again"
+
+
+@dataclass(slots=True)
+class Served:
+    """An engine with what its callers need beside it. ``isa``: instruction set or GPU architecture of its kernels."""
+
+    name: str
+    engine: Engine
+    tokenizer: Tokenizer
+    chat: ChatRenderer | None
+    plan: Plan
+    draft: DraftLadder
+    isa: str
+    context_tokens: int
+    executors: list[Executor]
+
+    def close(self) -> None:
+        for executor in self.executors:
+            executor.close()
+
+
+OpenLlm = Callable[[Artifact, PartRecord, ServeOptions], Executor]
+
+
+def open_engine(
+    path: Path, options: ServeOptions, observer: Observer | None = None, open_llm: OpenLlm | None = None
+) -> Served:
+    """Open ``path`` and assemble its engine. ``open_llm`` makes the LLM's executor where it runs on several ranks.
+
+    Raises ArtifactError, CapacityError, RequestError for a bad draft plan, ToolchainError for a device that is missing.
+    """
+    artifact = open_artifact(path, check_digests=options.checks)
+    record = record_from_json(artifact.read_json("model.json"))
+    plan = plan_from_json(artifact.read_json("plan.json"))
+    ladder = choose_ladder(options.draft, plan, artifact, record)
+    isa, executor_of = open_backend(artifact, record, ladder, options)
+    context, longer_context = context_tokens(record, ladder, options)
+    check_room(artifact, record, plan, ladder, options, ranks_here() if open_llm else ())
+    tokenizer = Tokenizer(artifact.read_bytes("tokenizer.json"), record.eos_ids, record.bos_id)
+    chat = _chat(artifact, record)
+    with ExitStack() as opened:
+        llm = open_llm(artifact, record.models[0], options) if open_llm else executor_of(record.models[0], options)
+        opened.callback(llm.close)
+        drafters = cheap_drafters(artifact, ladder, llm.vocab_size)
+        executors = [llm]
+        for part, ranks in ssms_of(record, plan, ladder):
+            others = llm if isinstance(llm, DraftsElsewhere) and ranks != (0,) else None
+            own: SsmDrafter | None = None
+            if others is None or 0 in ranks:
+                pages = ssm_pages(options, ranks, context) if others else options.pages
+                executors.append(executor_of(part, replace(options, kv_tokens=pages * PAGE_TOKENS)))
+                opened.callback(executors[-1].close)
+                own = ssm_drafter(part, executors[-1], ladder, llm.vocab_size)
+            if others is not None:
+                drafters.append(others.drafter(part, ranks, own))
+            elif own is not None:
+                drafters.append(own)
+        planned = PlannedDrafter(ladder, drafters)
+        limits = Limits(context, max_running=options.max_requests, longer_context=longer_context)
+        count = plan.micro_batches_for if isinstance(llm, OverlappingExecutor) else _one
+        engine = Engine(llm, planned, lambda: Detokenizer(tokenizer), record.eos_ids, limits, observer, count)
+        if options.measure and ladder.drafts and options.device != "interpret":
+            planned.step_cost, engine.plain_step_s = measure_steps(llm, planned.limits.max_nodes)
+        opened.pop_all()
+    return Served(record.name, engine, tokenizer, chat, plan, ladder, isa, context, executors)
+
+
+def _one(requests: int) -> int:
+    """Micro-batches of one rank: two steps would only take turns."""
+    return 1
+
+
+def _chat(artifact: Artifact, record: ModelRecord) -> ChatRenderer | None:
+    if CHAT_FILE not in artifact.names():
+        return None
+    try:
+        template = artifact.read_bytes(CHAT_FILE).decode()
+    except UnicodeDecodeError as error:
+        raise ArtifactError(f"{CHAT_FILE} is not UTF-8 ({error})", "a text", "compile the model again") from None
+    return ChatRenderer(template, record.special_tokens)

@@ -1,0 +1,146 @@
+"""Executors for a GPU from an artifact: which of its kernels a device gets, and what is refused.
+
+Owns the way from ``--device`` to TritonExecutors. ``interpret`` runs the generated source of the artifact in Triton's
+interpreter on the CPU: slow, for checks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from flexspec.compiler.artifact.model_record import GpuRecord, ModelRecord, PartRecord
+from flexspec.compiler.artifact.open import Artifact
+from flexspec.compiler.artifact.tensor_file import AnyArray
+from flexspec.errors import ArtifactError, CapacityError, ToolchainError
+from flexspec.graph import Graph
+from flexspec.kernels.gpu.aot import CompiledVariant
+from flexspec.kernels.gpu.package import read_packaged
+from flexspec.kernels.gpu.spec import TARGETS, Variant, attention_shapes
+from flexspec.runtime.distributed.shards import TritonShard
+from flexspec.runtime.executors.triton import TritonExecutor, gpu_architecture
+from flexspec.text import parse_graph
+from flexspec.verifier import verify
+
+TORCH_DEVICES = {"cuda": "cuda", "interpret": "cpu"}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuModels:
+    """An artifact as one device runs it. ``target`` is the architecture whose kernels are taken."""
+
+    artifact: Artifact
+    record: GpuRecord
+    device: str
+    target: str
+
+    @property
+    def name(self) -> str:
+        return self.target if self.device == "cuda" else f"interpreted {self.target}"
+
+    def executor(self, part: PartRecord, pages: int, max_rows: int) -> TritonExecutor:
+        """One model with its own pool on the device.
+
+        Raises ArtifactError for parts that are missing or do not belong together, CapacityError when the device's
+        memory is too small, ToolchainError where the kernels cannot run.
+        """
+        graph = self._graph(part.name)
+        self._check_sizes(part, graph)
+        with _memory_for(part.name):
+            return TritonExecutor(
+                graph, self._weights(part.name), pages, max_rows, TORCH_DEVICES[self.device],
+                compiled=self._kernels(graph), max_tree_tokens=self.record.max_tree_tokens,
+            )  # fmt: skip
+
+    def shard(self, name: str, pages: int, max_rows: int) -> TritonShard:
+        """One rank's part of the LLM, as ``name`` in the artifact. Raises as ``executor``."""
+        graph = self._graph(name)
+        weights = self.artifact.tensors(f"weights/{name}.canonical.safetensors")
+        with _memory_for(name):
+            return TritonShard(
+                graph, weights, pages=pages, max_rows=max_rows, device=TORCH_DEVICES[self.device],
+                compiled=self._kernels(graph), max_tree_tokens=self.record.max_tree_tokens,
+            )  # fmt: skip
+
+    def _graph(self, name: str) -> Graph:
+        graph = parse_graph(self.artifact.read_bytes(f"graph/{name}.fsg").decode())
+        verify(graph)
+        return graph
+
+    def _kernels(self, graph: Graph) -> dict[Variant, CompiledVariant]:
+        shapes = attention_shapes(graph, self.record.max_tree_tokens).values()
+        return {
+            variant: read_packaged(variant, self.target, self.artifact.read_bytes)
+            for variant in dict.fromkeys(shape.variant() for shape in shapes)
+        }
+
+    def _check_sizes(self, part: PartRecord, graph: Graph) -> None:
+        outputs = graph.types()[graph.outputs[0]].dims[-1]
+        if outputs != part.outputs:
+            raise ArtifactError(
+                f"model.json tells {part.outputs} outputs of {part.name}", f"its graph's {outputs}",
+                f"rebuild it: {self.artifact.manifest.rebuild}",
+            )  # fmt: skip
+
+    def _weights(self, model: str) -> dict[str, AnyArray]:
+        """The weights of a model by name; one may lie in another model's file."""
+        places = self.record.weights[model]
+        files = {file: self.artifact.tensors(file) for file in dict.fromkeys(file for file, _ in places.values())}
+        missing = [tensor for file, tensor in places.values() if tensor not in files[file]]
+        if missing:
+            raise ArtifactError(
+                f"no tensor {missing[0]} for {model}", "every weight of its graph",
+                f"rebuild it: {self.artifact.manifest.rebuild}",
+            )  # fmt: skip
+        return {name: files[file][tensor] for name, (file, tensor) in places.items()}
+
+
+@contextmanager
+def _memory_for(name: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"no device memory for {name} ({str(error).partition('.')[0]})", "room for weights and KV pool",
+            "lower --kv-tokens, or use a GPU with more memory",
+        ) from None  # fmt: skip
+
+
+def open_gpu(artifact: Artifact, record: ModelRecord, device: str, tree_rows: int) -> GpuModels:
+    """Choose kernels for ``device``; ``tree_rows`` is the largest token tree of the draft plan, the root counted.
+
+    Raises ToolchainError without such a device, ArtifactError naming the command that rebuilds the artifact when it has
+    no kernels for it, CapacityError for trees larger than the kernels take.
+    """
+    if device not in TORCH_DEVICES:
+        raise ToolchainError(f"device {device!r}", "cpu, cuda or interpret", "name one of them")
+    if device == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    built = [target for target in artifact.manifest.targets if target in TARGETS]
+    target = gpu_architecture() if device == "cuda" else next(iter(built), "sm_90")
+    if target not in TARGETS:
+        raise ToolchainError(
+            f"a GPU of architecture {target}", f"one of {', '.join(TARGETS)}", "run it with --device cpu"
+        )
+    gpu = record.gpu
+    if target not in built or gpu is None:
+        raise _not_built(artifact, target, built)
+    if tree_rows > gpu.max_tree_tokens:
+        raise CapacityError(
+            f"token trees of {tree_rows} nodes with the root", f"at most {gpu.max_tree_tokens} in these GPU kernels",
+            f"choose a smaller --draft, or rebuild it: {artifact.manifest.rebuild} --max-tree {tree_rows}",
+        )  # fmt: skip
+    return GpuModels(artifact, gpu, device, target)
+
+
+def _not_built(artifact: Artifact, target: str, built: Sequence[str]) -> ArtifactError:
+    option = "" if target in built else f" --target {target}"
+    found = "GPU kernels without weights" if target in built else ", ".join(artifact.manifest.targets) or "no target"
+    return ArtifactError(
+        f"{artifact.root.name} holds {found}", f"kernels and weights for {target}",
+        f"rebuild it: {artifact.manifest.rebuild}{option}",
+    )  # fmt: skip

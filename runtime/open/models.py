@@ -1,0 +1,114 @@
+"""From an opened artifact to executors: which of its programs a device gets, checked against what it says of itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from flexspec.compiler.artifact.model_record import ModelRecord, PartRecord
+from flexspec.compiler.artifact.open import Artifact
+from flexspec.errors import ArtifactError, ToolchainError
+from flexspec.kernels.cpu.build import supported_isas
+from flexspec.kernels.cpu.check import seeded_digest
+from flexspec.runtime.drafters.plan import DraftLadder
+from flexspec.runtime.executors.cpu import CpuExecutor
+from flexspec.runtime.executors.step import Executor
+from flexspec.runtime.local_ranks import host_cores
+from flexspec.runtime.open.serve_options import ServeOptions
+
+if TYPE_CHECKING:
+    from flexspec.runtime.open.gpu import GpuModels
+
+_REBUILD = "compile the model again"
+
+
+def open_backend(
+    artifact: Artifact, record: ModelRecord, ladder: DraftLadder, options: ServeOptions
+) -> tuple[str, Callable[[PartRecord, ServeOptions], Executor]]:
+    """What the kernels run on, and the maker of a model's executor there."""
+    if options.device == "cpu":
+        isa = choose_isa(artifact)
+        return isa, lambda part, sized: open_cpu(artifact, isa, part, sized)
+    gpu = gpu_models(artifact, record, ladder, options)
+    return gpu.name, lambda part, sized: gpu.executor(part, sized.pages, max(sized.max_rows, sized.max_requests))
+
+
+def gpu_models(artifact: Artifact, record: ModelRecord, ladder: DraftLadder, options: ServeOptions) -> GpuModels:
+    """The artifact on a GPU. Raises as open/gpu.py: open_gpu, and ToolchainError without PyTorch."""
+    try:
+        from flexspec.runtime.open.gpu import open_gpu
+    except ImportError as error:
+        raise ToolchainError(
+            f"--device {options.device} without PyTorch ({error})", "torch >= 2.11",
+            "pip install torch, or run it with --device cpu",
+        ) from None  # fmt: skip
+    worst = ladder.worst
+    return open_gpu(artifact, record, options.device, max(worst.max_nodes + 1, worst.ssm_rows))
+
+
+def choose_isa(artifact: Artifact) -> str:
+    """The best instruction set that both the artifact and this CPU have."""
+    here = supported_isas()
+    for isa in here:
+        if f"cpu-{isa}" in artifact.manifest.targets:
+            return isa
+    artifact.require_target(f"cpu-{here[0]}")
+    raise AssertionError("require_target raises for a target that is not there")
+
+
+def open_cpu(artifact: Artifact, isa: str, part: PartRecord, options: ServeOptions) -> CpuExecutor:
+    library = artifact.file(f"kernels/cpu/{part.name}/{isa}.so")
+    weights = _weights(artifact, part)
+    if options.checks:
+        _self_test(artifact, isa, part.name, library, weights)
+    executor = CpuExecutor(
+        library,
+        weights,
+        pages=options.pages,
+        max_rows=max(options.max_rows, options.max_requests),  # every request needs one
+        threads=options.threads or default_threads(),
+    )
+    facts = executor.facts
+    found = (facts.outputs, facts.id_rows, facts.feature_columns, facts.reads_features)
+    recorded = (part.outputs, part.vocab_size, part.feature_columns, part.reads_features)
+    if found != recorded or part.max_positions > facts.max_positions:
+        executor.close()
+        raise ArtifactError(f"model.json tells other sizes of {part.name} than its program", f"{facts}", _REBUILD)
+    return executor
+
+
+def _weights(artifact: Artifact, part: PartRecord) -> list[NDArray[Any]]:
+    """The arrays of the program's weight table; a model may use another one's file."""
+    files = {file: artifact.tensors(file) for file in dict.fromkeys(file for file, _ in part.weights)}
+    missing = [tensor for file, tensor in part.weights if tensor not in files[file]]
+    if missing:
+        raise ArtifactError(f"no tensor {missing[0]} for {part.name}", "every weight of its program", _REBUILD)
+    return [files[file][tensor] for file, tensor in part.weights]
+
+
+def default_threads() -> int:
+    """One thread a core this process may run on, at most 8: a step is bound by memory, not by arithmetic.
+
+    Ranks on one host share its cores.
+    """
+    return max(1, min(8, host_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
+
+
+def _self_test(artifact: Artifact, isa: str, name: str, library: Path, weights: Sequence[NDArray[Any]]) -> None:
+    try:
+        expected = artifact.read_json("checks.json").get(name, {}).get(isa)
+    except AttributeError:
+        raise ArtifactError("checks.json holds no table of digests", "one for each model", _REBUILD) from None
+    if expected is None:  # compiled on a machine that could not run this instruction set
+        return
+    found = seeded_digest(library, weights)
+    if found != expected:
+        raise ArtifactError(
+            f"{name} on {isa} computes other logits ({found[:12]}) than at compile time ({expected!s:.12})",
+            "the same bytes",
+            f"rebuild it: {artifact.manifest.rebuild}; if it persists set FLEXSPEC_CPU_ISA=avx512 or avx2",
+        )

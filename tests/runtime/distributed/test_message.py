@@ -1,0 +1,56 @@
+"""Messages between ranks: what is read is what was written, and sizes that cannot be are refused before reading."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from step_models import chain_rows, random_tree, tree_rows
+
+from flexspec.errors import EngineError
+from flexspec.runtime.distributed.message import (
+    MOVE,
+    STEP,
+    STOP,
+    Room,
+    check_header,
+    decode_move,
+    decode_step,
+    encode_move,
+    encode_step,
+    encode_stop,
+)
+from flexspec.runtime.executors.pages import pack_rows
+
+ROOM = Room(max_rows=96, pages=8)
+
+
+@pytest.mark.parametrize("flags", [(False, False), (True, False), (False, True)])
+def test_a_step_comes_through(flags: tuple[bool, bool]) -> None:
+    tree = random_tree(np.random.default_rng(0), 70, 200)
+    batch = pack_rows([tree_rows(tree, 35, [3, 1, 2, 4]), chain_rows([7, 8, 9], 2, [5])])
+    header, body = encode_step(batch, *flags)
+    assert check_header(header, ROOM) == (STEP, body.nbytes)
+    told = decode_step(header, body)
+    assert (told.want_logits, told.want_features) == flags
+    for field in fields(batch):
+        sent, got = getattr(batch, field.name), getattr(told.batch, field.name)
+        assert (sent is None and got is None) or (sent.dtype == got.dtype and np.array_equal(sent, got))
+
+
+def test_moves_and_the_end_come_through() -> None:
+    source, target = np.array([9, 12], np.int32), np.array([8, 9], np.int32)
+    header, body = encode_move(source, target)
+    assert check_header(header, ROOM) == (MOVE, 16)
+    assert [list(slots) for slots in decode_move(body)] == [[9, 12], [8, 9]]
+    assert check_header(encode_stop(), ROOM) == (STOP, 0)
+
+
+def test_sizes_that_cannot_be_are_refused() -> None:
+    good, _ = encode_step(pack_rows([chain_rows([7, 8, 9], 2, [5])]), True, True)
+    for word, value in ((0, 1), (1, 9), (2, 97), (2, 0), (3, 4), (3, 0), (4, 9), (5, 3), (6, 4), (6, -1), (7, 4)):
+        bad = good.copy()
+        bad[word] = value
+        with pytest.raises(EngineError, match="header"):
+            check_header(bad, ROOM)
