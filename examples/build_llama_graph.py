@@ -14,8 +14,9 @@ import numpy as np
 from flexspec.builder import GraphBuilder, StepInputs
 from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.graph import Graph, Value
-from flexspec.models.config import ModelConfig, RopeConfig
+from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model, expected_weights
+from flexspec.ops.rope import RopeConfig
 from flexspec.runtime.executors.step import StepBatch
 from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.text import print_graph

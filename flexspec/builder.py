@@ -12,22 +12,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from flexspec.errors import GraphError
 from flexspec.graph import Attr, Graph, Node, Value
-from flexspec.models.config import RopeConfig
 from flexspec.ops.record import record_of
+from flexspec.ops.rope import RopeConfig, rope_attrs
 from flexspec.text import NAME
 from flexspec.types import PAGE_TOKENS, Dim, DType, Role, TensorType
 from flexspec.verifier import check_attrs, verify
-
-_ROPE_FIELDS = {  # which fields a kind reads; the others are reset so that equal rotations have equal attributes
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"),
-    "yarn": ("factor", "original_max_positions", "beta_fast", "beta_slow", "attention_factor"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +115,7 @@ class GraphBuilder:
 
     def rope(self, x_THD: Value, positions_T: Value, rope: RopeConfig, max_positions: int, *, name: str = "") -> Value:
         """Rotate [T,H,D] by position. Raises GraphError for an unknown kind."""
-        attrs: dict[str, Attr] = asdict(RopeConfig(theta=float(rope.theta), kind=rope.kind))
-        attrs |= {field: getattr(rope, field) for field in _ROPE_FIELDS.get(rope.kind, ())}
-        floats = {key: float(v) if isinstance(default, float) and isinstance(v, int) else v
-                  for (key, v), default in zip(attrs.items(), asdict(RopeConfig()).values(), strict=True)}  # fmt: skip
-        return self.call("rope", (x_THD, positions_T), {**floats, "max_positions": max_positions}, names=(name,))[0]
+        return self.call("rope", (x_THD, positions_T), rope_attrs(rope, max_positions), names=(name,))[0]
 
     def attention(
         self, q_THD: Value, k_TGD: Value, v_TGD: Value, k_cache: Value, v_cache: Value, step: StepInputs, scale: float

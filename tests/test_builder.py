@@ -9,7 +9,7 @@ import pytest
 from flexspec.builder import GraphBuilder
 from flexspec.errors import GraphError
 from flexspec.graph import Value
-from flexspec.models.config import RopeConfig
+from flexspec.ops.rope import RopeConfig
 from flexspec.types import DType, Role, TensorType
 
 

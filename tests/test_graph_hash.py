@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from flexspec.models.config import ModelConfig, RopeConfig
+from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model
+from flexspec.ops.rope import RopeConfig
 from flexspec.text import parse_graph, print_graph
 from flexspec.types import DType
 from flexspec.verifier import verify

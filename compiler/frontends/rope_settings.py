@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flexspec.compiler.frontends.settings import Settings
 from flexspec.errors import ModelConfigError
-from flexspec.models.config import RopeConfig
+from flexspec.ops.rope import RopeConfig
 
 _KINDS = ("default", "linear", "llama3", "yarn")
 _FACTOR_TOLERANCE = 1e-4

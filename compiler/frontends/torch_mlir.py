@@ -20,7 +20,7 @@ from flexspec.compiler.frontends.torch_mlir_rules import RULES
 from flexspec.compiler.frontends.torch_mlir_terms import Kind, Scalar, Scope, Shape, Term, Unmatched, expect
 from flexspec.errors import FlexspecError, ImportProgramError, ToolchainError
 from flexspec.graph import Graph, Value
-from flexspec.models.config import RopeConfig
+from flexspec.ops.rope import RopeConfig
 from flexspec.types import Dim, DType
 
 if TYPE_CHECKING:

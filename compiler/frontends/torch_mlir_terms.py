@@ -20,8 +20,7 @@ import numpy as np
 from flexspec.builder import GraphBuilder, StepInputs
 from flexspec.compiler.passes.dead_values import dead_values
 from flexspec.graph import Attr, Graph, Value
-from flexspec.models.config import RopeConfig
-from flexspec.ops.rope import inverse_frequencies, rope_tables
+from flexspec.ops.rope import RopeConfig, inverse_frequencies, rope_tables
 from flexspec.types import DType, Role
 
 if TYPE_CHECKING:

@@ -6,24 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from flexspec.ops.rope import RopeConfig
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding (half-split pairs, as in Hugging Face). ``kind``: default, linear, llama3, yarn."""
-
-    theta: float = 10_000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 0.0  # 0 = derive from factor (yarn)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,38 @@ from flexspec.types import DType, TensorType
 if TYPE_CHECKING:
     import torch
 
-KINDS = ("default", "linear", "llama3", "yarn")
+_FIELDS = {  # which fields a kind reads; the others are reset so that equal rotations have equal attributes
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"),
+    "yarn": ("factor", "original_max_positions", "beta_fast", "beta_slow", "attention_factor"),
+}
+KINDS = tuple(_FIELDS)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding (half-split pairs, as in Hugging Face). ``kind``: one of KINDS."""
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0  # 0 = derive from factor (yarn)
+
+
+def rope_attrs(rope: RopeConfig, max_positions: int) -> dict[str, Attr]:
+    """The operator's attributes for these settings; those that the kind does not read have their default."""
+    attrs: dict[str, Attr] = asdict(RopeConfig(theta=rope.theta, kind=rope.kind))
+    attrs |= {field: getattr(rope, field) for field in _FIELDS.get(rope.kind, ())}
+    for field, default in asdict(RopeConfig()).items():
+        value = attrs[field]
+        attrs[field] = float(value) if isinstance(default, float) and isinstance(value, int) else value
+    return attrs | {"max_positions": max_positions}
 
 
 def _number(attrs: Mapping[str, Attr], key: str) -> float:

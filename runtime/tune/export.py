@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from flexspec.compiler.artifact.ngram_table import Arrays, save_table
 from flexspec.compiler.frontends.loaded_model import LoadedModel
 from flexspec.errors import TuneError
-from flexspec.models.config import RopeConfig
+from flexspec.ops.rope import RopeConfig
 from flexspec.runtime.tune.config import TuneConfig
 from flexspec.runtime.tune.evaluate import TOP, HitRates
 from flexspec.runtime.tune.model import Weights, ssm_config

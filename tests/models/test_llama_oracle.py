@@ -12,8 +12,9 @@ import transformers
 from transformers_oracle import expected_logits
 
 from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
-from flexspec.models.config import ModelConfig, RopeConfig
+from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model, expected_weights
+from flexspec.ops.rope import RopeConfig
 from flexspec.runtime.executors.step import StepBatch
 from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.tree import TokenTree

@@ -14,9 +14,10 @@ from flexspec.compiler.frontends.huggingface import read_config
 from flexspec.compiler.frontends.settings import Settings
 from flexspec.errors import ModelConfigError
 from flexspec.models import registry
-from flexspec.models.config import ModelConfig, RopeConfig
+from flexspec.models.config import ModelConfig
 from flexspec.models.llama import check_sliding_window
 from flexspec.models.registry import build_model, expected_weights, families
+from flexspec.ops.rope import RopeConfig
 from flexspec.types import DType
 
 CONFIG = ModelConfig("llama", 32, 16, 2, 4, 2, 8, 24, 1e-5, 64)

@@ -13,8 +13,9 @@ from flexspec.compiler.forms.mlir import from_mlir, to_mlir
 from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.errors import GraphError, GraphTextError, ToolchainError
 from flexspec.graph import Graph
-from flexspec.models.config import ModelConfig, RopeConfig
+from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model
+from flexspec.ops.rope import RopeConfig
 from flexspec.types import DType
 
 needs_torch_mlir = pytest.mark.skipif(

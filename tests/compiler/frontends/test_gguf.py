@@ -17,8 +17,8 @@ from tiny_models import HEAD_DIM, LAYERS, byte_level_tokens, gguf_name, random_w
 from flexspec.compiler.frontends.open_model import check_weights, open_model
 from flexspec.compiler.frontends.rope_settings import llama3_factors
 from flexspec.errors import FlexspecError, ModelConfigError, ModelFileError, TokenizerError, WeightError
-from flexspec.models.config import RopeConfig
 from flexspec.models.registry import build_model, expected_weights
+from flexspec.ops.rope import RopeConfig
 from flexspec.types import DType
 
 VOCAB = len(byte_level_tokens())

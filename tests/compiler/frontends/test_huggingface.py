@@ -18,8 +18,8 @@ from tiny_models import (
 
 from flexspec.compiler.frontends.open_model import check_weights, open_model
 from flexspec.errors import FlexspecError, ModelConfigError, ModelFileError, TokenizerError, WeightError
-from flexspec.models.config import RopeConfig
 from flexspec.models.registry import build_model, expected_weights
+from flexspec.ops.rope import RopeConfig
 from flexspec.types import DType
 
 VOCAB = 300

@@ -21,8 +21,9 @@ from torch.nn import functional
 from flexspec.compiler.frontends.torch_mlir import BlockInput, import_torch_block
 from flexspec.errors import ImportProgramError, ToolchainError
 from flexspec.graph import Graph
-from flexspec.models.config import ModelConfig, RopeConfig
+from flexspec.models.config import ModelConfig
 from flexspec.models.llama import build_block
+from flexspec.ops.rope import RopeConfig
 from flexspec.types import DType
 
 CONFIG = ModelConfig(

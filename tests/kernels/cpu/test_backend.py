@@ -10,10 +10,11 @@ import pytest
 from step_models import chain_rows, on_cpu, random_tree, random_weights, slots, tiny_config, tiny_llm, tree_rows
 
 from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
-from flexspec.models.config import ModelConfig, RopeConfig
+from flexspec.models.config import ModelConfig
 from flexspec.models.fused_state import graft_fuse_head
 from flexspec.models.registry import build_model
 from flexspec.ops.record import record_of
+from flexspec.ops.rope import RopeConfig
 from flexspec.runtime.executors.pages import RowGroup, pack_rows
 from flexspec.runtime.executors.step import Executor
 from flexspec.runtime.reference.executor import ReferenceExecutor

@@ -20,9 +20,10 @@ from flexspec.compiler.partition.shares import cut_weights
 from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES, lower_ranks
 from flexspec.errors import EngineError, GraphError, WeightError
 from flexspec.graph import Graph
-from flexspec.models.config import ModelConfig, RopeConfig
+from flexspec.models.config import ModelConfig
 from flexspec.models.fused_state import graft_fuse_head
 from flexspec.models.registry import build_model, expected_weights
+from flexspec.ops.rope import RopeConfig
 from flexspec.runtime.executors.pages import RowGroup, pack_rows
 from flexspec.runtime.executors.step import Executor, StepBatch
 from flexspec.runtime.reference.executor import ReferenceExecutor
