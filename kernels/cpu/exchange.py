@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from flexspec.errors import CompileError
 from flexspec.graph import Graph, Node
+from flexspec.kernels.cpu.emitter import Emitter
 from flexspec.kernels.cpu.places import has_exchanges, row_count
-from flexspec.kernels.cpu.render import Emitter
 from flexspec.ops.record import record_of
 from flexspec.text import print_node
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flexspec.graph import Node
+from flexspec.kernels.cpu.emitter import Emitter
 from flexspec.kernels.cpu.places import row_count, row_stride
-from flexspec.kernels.cpu.render import Emitter
 from flexspec.types import DType
 
 _LEAST_ROWS = 32  # that a buffer of the arena has room for, see buf() in cpu/render.py

@@ -1,0 +1,157 @@
+"""The state of one rendering: where each value lies, the table of weights, the lines so far; barriers between calls.
+
+What turns an operator into calls (emit.py, exchange.py, experts.py) and what drives it (render.py) stand above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flexspec.errors import CompileError
+from flexspec.graph import Graph, Node
+from flexspec.kernels.cpu.pack import PackedWeight
+from flexspec.kernels.cpu.places import Arena, Place, Roots, row_stride, width
+from flexspec.ops.record import record_of
+from flexspec.types import DType, Role
+
+BARRIER = "    c.team.barrier();"
+MARK = "    c.mark("
+
+
+@dataclass(slots=True)
+class Emitter:
+    """State of one rendering: places of values, the weight table, and the lines so far."""
+
+    graph: Graph
+    roots: Roots
+    dtype: DType
+    arena: Arena = field(default_factory=Arena)
+    places: dict[str, dict[bool, Place]] = field(default_factory=dict)
+    table: list[PackedWeight] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    row_local: bool = True  # everything since the last barrier only touched the thread's own rows
+    layer_types: list[str] = field(default_factory=list)
+    feature_column: int = 0
+
+    @property
+    def elem(self) -> str:
+        return "bf16" if self.dtype is DType.BF16 else "float"
+
+    def columns(self, name: str) -> int:
+        return width(self.graph, name)
+
+    def weight(self, kind: str, names: tuple[str, ...], table: tuple[object, object] | None = None) -> int:
+        for i, entry in enumerate(self.table):
+            if entry.kind == kind and entry.names == names:
+                return i
+        self.table.append(PackedWeight(kind, names, table))  # type: ignore[arg-type]
+        return len(self.table) - 1
+
+    def wants_elem(self, name: str) -> bool:
+        """True when only matrix products read the value (in f32 models both kinds are the same storage)."""
+        root = self.roots.root[name]
+        return self.dtype is DType.BF16 and root in self.roots.matrix_use and root not in self.roots.other_use
+
+    def allocate(self, name: str, *, elem: bool, columns: int | None = None) -> Place:
+        columns = columns or self.columns(name)
+        ld = row_stride(columns, 2 if elem else 4)
+        elem = elem and self.dtype is DType.BF16
+        # A matrix product reads whole tiles of k, and 0 * NaN is not 0: padding columns must stay zero for good.
+        buffer = self.arena.take(ld * (2 if elem else 4), padded=columns % 32 != 0)
+        place = Place(buffer, elem, ld)
+        self.places.setdefault(self.roots.root[name], {})[elem] = place
+        return place
+
+    def rows(self, place: Place, *, elem_type: bool | None = None) -> str:
+        is_elem = place.elem if elem_type is None else elem_type
+        kind = self.elem if is_elem else "float"
+        column = f" + {place.column}" if place.column else ""
+        return f"Rows<{kind}>{{buf<{kind}>(c, {place.buffer}){column}, {place.ld}}}"
+
+    def read(self, name: str, *, elem: bool) -> str:
+        """Rows expression of a value in the wanted storage, converting once if it only exists in the other."""
+        root = self.roots.root[name]
+        have = self.places.get(root, {})
+        key = elem and self.dtype is DType.BF16
+        if not key and self._is_feature_input(root):
+            return self._caller_rows(root)
+        if key not in have:
+            source = self._source(root, have, not key)
+            place = self.allocate(name, elem=elem)
+            kinds = (self.elem, "float") if not key else ("float", self.elem)
+            self.call(
+                f"copy_rows<{kinds[0]}, {kinds[1]}>(c, tid, s.T, {self.columns(name)}, {source}, {self.rows(place)})"
+            )
+            have = self.places[root]
+        return self.rows(have[key], elem_type=elem)
+
+    def _is_feature_input(self, root: str) -> bool:
+        return any(v.name == root and v.type.role is Role.ACTIVATION for v in self.graph.inputs)
+
+    def _caller_rows(self, root: str) -> str:
+        """The feature input, read where the caller keeps it."""
+        return f"Rows<float>{{const_cast<float*>(s.features), {self.columns(root)}}}"
+
+    def _source(self, root: str, have: dict[bool, Place], key: bool) -> str:
+        if key in have:
+            return self.rows(have[key])
+        if self._is_feature_input(root):
+            return self._caller_rows(root)
+        raise CompileError(
+            f"value {root} of graph {self.graph.name} is read before any kernel made it",
+            "activations produced by operators",
+            "use an operator's output or a feature input",
+        )
+
+    def call(self, text: str, *, row_local: bool = True) -> None:
+        """Emit one kernel call, with a barrier before it unless it and all since the last barrier are row-local."""
+        last = next((line for line in reversed(self.lines) if not line.startswith(MARK)), BARRIER)
+        if not (row_local and self.row_local) and last != BARRIER:
+            self.lines.append(BARRIER)
+            self.row_local = True
+        self.lines.append(f"    {text};")
+        self.row_local = self.row_local and row_local
+
+    def release(self, index: int) -> None:
+        """Give back buffers whose last reader was node ``index``."""
+        done = [root for root in self.places if self.roots.last_use.get(root, -1) == index]
+        buffers = {p.buffer for root in done for p in self.places.pop(root).values()}
+        live = {p.buffer for views in self.places.values() for p in views.values()}
+        for buffer in sorted(buffers - live):
+            self.arena.give(buffer)
+
+
+Emit = Callable[[Emitter, int, Node], None]
+
+
+def record_expression(node: Node) -> str:
+    """The C++ expression of a row-wise operator, ``{name}`` replaced by the node's attribute of that name.
+
+    Raises CompileError when the record has none, or when it leaves out an attribute: the program would then compute
+    something else than the reference for every other value of it.
+    """
+    expression = record_of(node).kernel.cpu_expr
+    if expression is None:
+        raise CompileError(
+            f"operator {node.op} has the CPU kernel key 'rowwise' and no cpu_expr",
+            "a C++ expression over x0, x1",
+            "set cpu_expr in the operator's record",
+        )
+    for name, value in node.attrs:
+        mark = "{" + name + "}"
+        if mark not in expression:
+            raise CompileError(
+                f"operator {node.op} has the attribute {name}={value!r}, and its cpu_expr does not use it",
+                f"a cpu_expr with {mark} where the value belongs",
+                "write the attribute into the expression, or take it out of the record",
+            )
+        if isinstance(value, (str, tuple)):
+            raise CompileError(
+                f"attribute {name}={value!r} of the row-wise operator {node.op}",
+                "a number or a bool",
+                "give the operator a template of its own in kernels/templates/cpu",
+            )
+        number = f"{value!r}f" if isinstance(value, float) else str(int(value))
+        expression = expression.replace(mark, f"({number})")
+    return expression
