@@ -17,7 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from repository import LAYERS, LINKED, ROOT, SOURCE_FOLDERS, layer_of, module_name, python_files, tracked_files
+from repository import (
+    LAYERS,
+    LINKED,
+    ROOT,
+    SOURCE_FOLDERS,
+    imported_names,
+    layer_of,
+    module_name,
+    python_files,
+    tracked_files,
+)
 
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
@@ -31,7 +41,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "torch": (
         "benchmarks/*",
         "benchmarks/peers/*",
-        "compiler/frontends/torch_mlir*",
+        "compiler/frontends/torch_mlir/*",
         "examples/*",
         "kernels/reference.py",
         "kernels/gpu/*",
@@ -42,7 +52,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "runtime/tune/*",
     ),
     "triton": ("benchmarks/gpu_check.py", "kernels/gpu/*", "runtime/executors/triton.py", "runtime/open/gpu.py"),
-    "torch_mlir": ("compiler/frontends/torch_mlir*", "compiler/forms/mlir.py"),
+    "torch_mlir": ("compiler/frontends/torch_mlir/*", "compiler/forms/mlir.py"),
     "onnx": ("compiler/frontends/onnx*",),
     "transformers": ("benchmarks/peers/*",),
 }
@@ -58,21 +68,12 @@ def may_import(path: Path, library: str) -> bool:
     return any(path.match(pattern) for pattern in HEAVY[library])
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Absolute names imported anywhere below ``tree``, one for each name of a ``from`` import."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 def imports_when_imported(tree: ast.Module) -> Iterator[str]:
     """Names imported by importing the module: not those inside functions or ``if TYPE_CHECKING``."""
     for statement in tree.body:
         is_typing = isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test)
         if not is_typing and not isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            yield from imports(statement)
+            yield from imported_names(statement)
 
 
 def test_links_resolve_to_the_top_level_folders() -> None:
@@ -130,7 +131,7 @@ def test_layers_import_downwards_only() -> None:
     wrong = []
     for path in python_files(*SOURCE_FOLDERS):
         layer = layer_of(module_name(path))
-        for name in imports(ast.parse((ROOT / path).read_text())):
+        for name in imported_names(ast.parse((ROOT / path).read_text())):
             if name.split(".")[0] == "flexspec" and LAYERS[layer_of(name)] > LAYERS[layer]:
                 wrong.append(f"{path} ({layer}) imports {name}")
     assert wrong == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import subprocess
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,3 +41,20 @@ def layer_of(module: str) -> str:
     if module == "flexspec.__main__":
         return "cli"
     return parts[1] if len(parts) > 1 and parts[1] in LAYERS else "core"
+
+
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    """Absolute names imported anywhere below ``tree``, one for each name of a ``from`` import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_modules(tree: ast.AST, known: Collection[str]) -> set[str]:
+    """Those of the ``known`` modules that are imported anywhere below ``tree``."""
+    names = set(imported_names(tree))
+    return {name for name in names if name in known} | {
+        parent for name in names if name not in known and (parent := name.rpartition(".")[0]) in known
+    }

@@ -18,7 +18,7 @@ import torch_blocks as blocks
 from torch import nn
 from torch.nn import functional
 
-from flexspec.compiler.frontends.torch_mlir import BlockInput, import_torch_block
+from flexspec.compiler.frontends.torch_mlir.import_block import BlockInput, import_torch_block
 from flexspec.errors import ImportProgramError, ToolchainError
 from flexspec.graph import Graph
 from flexspec.models.config import ModelConfig

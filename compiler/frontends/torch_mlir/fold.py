@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flexspec.compiler.frontends.torch_mlir_terms import Kind, Scalar, Term
+from flexspec.compiler.frontends.torch_mlir.terms import Kind, Scalar, Term
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from flexspec.compiler.frontends.torch_mlir_terms import (
+from flexspec.compiler.frontends.torch_mlir.terms import (
     Kind,
     Part,
     Scalar,
@@ -21,7 +21,7 @@ from flexspec.compiler.frontends.torch_mlir_terms import (
     changed,
     expect,
 )
-from flexspec.compiler.frontends.torch_mlir_views import RULES, as_heads, as_rows, rule, term
+from flexspec.compiler.frontends.torch_mlir.views import RULES, as_heads, as_rows, rule, term
 
 __all__ = ["RULES"]
 

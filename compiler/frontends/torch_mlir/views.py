@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from flexspec.compiler.frontends.torch_mlir_terms import (
+from flexspec.compiler.frontends.torch_mlir.terms import (
     END,
     Kind,
     Part,

@@ -1,7 +1,7 @@
 """What the torch-mlir frontend knows of a traced value while it raises a program to canonical operators.
 
 Owns ``Term`` (a value in the making, with a letter for each torch dim) and ``Scope`` (the graph being raised). The
-rules that turn torch operators into terms are in ``torch_mlir_rules.py`` and ``torch_mlir_views.py``.
+rules that turn torch operators into terms are in ``rules.py`` and ``views.py``.
 
 Letters: T rows, C channels [T,C], H heads and D head dim [T,H,D], R a repeat of its kv head, Q heads repeated from kv
 heads, F pairs or channels of rotary tables, N and K of weights, 1 a dim of size one.

@@ -1,7 +1,7 @@
 """The door for PyTorch programs: ``torch.export`` -> torch-mlir -> canonical operators, one decoder block at a time.
 
 A plain PyTorch decoder block is exported with a dynamic number of rows, imported by torch-mlir at ``raw`` with an empty
-decomposition table (one operator a concept), and raised operator by operator by the rules in ``torch_mlir_rules.py``.
+decomposition table (one operator a concept), and raised operator by operator by the rules in ``rules.py``.
 The graph has the hash of the same block made with the builder, however the block was written.
 """
 
@@ -15,9 +15,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flexspec.builder import GraphBuilder
-from flexspec.compiler.frontends.torch_mlir_fold import fold
-from flexspec.compiler.frontends.torch_mlir_rules import RULES
-from flexspec.compiler.frontends.torch_mlir_terms import Kind, Scalar, Scope, Shape, Term, Unmatched, expect
+from flexspec.compiler.frontends.torch_mlir.fold import fold
+from flexspec.compiler.frontends.torch_mlir.rules import RULES
+from flexspec.compiler.frontends.torch_mlir.terms import Kind, Scalar, Scope, Shape, Term, Unmatched, expect
 from flexspec.errors import FlexspecError, ImportProgramError, ToolchainError
 from flexspec.graph import Graph, Value
 from flexspec.ops.rope import RopeConfig
@@ -256,6 +256,6 @@ def _source_of(op: Any) -> str:
 def _fix(name: str) -> str:
     if name not in RULES:
         return (
-            "write the step with other torch operators, or add a rule for it to compiler/frontends/torch_mlir_rules.py"
+            "write the step with other torch operators, or add a rule for it to compiler/frontends/torch_mlir/rules.py"
         )
     return "write this step of the block in the expected form"
