@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.fetch_model import fetch_model  # noqa: E402
 from benchmarks.measure import Answer, answer, answer_all, pooled_tokens_per_round  # noqa: E402
 from examples.demo import compiled  # noqa: E402
+from flexspec.draft_plan import DraftPlan  # noqa: E402
 from flexspec.errors import FlexspecError  # noqa: E402
-from flexspec.runtime.drafters.plan import DraftPlan  # noqa: E402
 from flexspec.runtime.open.engine import open_engine  # noqa: E402
 from flexspec.runtime.open.serve_options import ServeOptions  # noqa: E402
 from flexspec.sampling import SamplingParams  # noqa: E402

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from flexspec import draft_plan
 from flexspec.cli import main as cli
 from flexspec.errors import RequestError
-from flexspec.runtime.drafters import plan
 from repository import ROOT, tracked_files
 
 GOLDEN = Path(__file__).parent / "golden" / "cli_options.txt"
@@ -51,10 +51,12 @@ def test_help_lists_every_draft_plan(command: str) -> None:
     epilog = subparser(command).epilog or ""
     table = epilog[: epilog.index("example:")]
     named = set(re.findall(r"^  (\w+)", table, re.MULTILINE)) | set(re.findall(r"\b(\w+)=", table))
-    assert named >= {*plan.METHODS, *plan._OPTIONS} and set(plan.SOURCES[:4]) <= set(re.findall(r"\w+", table))
-    assert set(plan.SAMPLED) <= set(re.findall(r"\w+", table))
+    assert named >= {*draft_plan.METHODS, *draft_plan._OPTIONS} and set(draft_plan.SOURCES[:4]) <= set(
+        re.findall(r"\w+", table)
+    )
+    assert set(draft_plan.SAMPLED) <= set(re.findall(r"\w+", table))
     for text in re.findall(r"as in (\S+):", table):
-        plan.DraftPlan.parse(text)
+        draft_plan.DraftPlan.parse(text)
 
 
 def demo_paths() -> set[str]:

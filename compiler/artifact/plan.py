@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from flexspec.compiler.checked_table import Fail, Table, show
+from flexspec.checked_table import Fail, Table, show
 from flexspec.errors import ArtifactError
 
 OPEN_BATCH = 1 << 30  # a ladder's last batch where no larger one is planned for

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flexspec.compiler.artifact.plan import Plan
-from flexspec.compiler.partition.cut_ranks import RankPart
 from flexspec.errors import ArtifactError
+from flexspec.graph import Graph
 from flexspec.ops.record import record_of
 
 RANKS_FILE = "ranks.json"
@@ -46,10 +46,10 @@ def folder_of(rank: int) -> str:
     return f"llm.rank{rank}"
 
 
-def groups_of(part: RankPart) -> tuple[tuple[int, ...], ...]:
-    """The groups in which a part meets others, each once, sorted."""
+def groups_of(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks whose collectives a rank's graph takes part in, each once, sorted."""
     found = set()
-    for node in part.graph.nodes:
+    for node in graph.nodes:
         members = dict(node.attrs).get("ranks")
         if record_of(node).exchange and isinstance(members, tuple):
             found.add(tuple(sorted(member for member in members if isinstance(member, int))))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.checked_table import unique_keys
 from flexspec.errors import ModelFileError
 
 LFS_MAGIC = b"version https://git-lfs"
@@ -91,16 +92,6 @@ def parse_json(data: bytes, path: Path, what: str) -> Any:
     except (ValueError, RecursionError) as error:
         reason = str(error)[:200] if isinstance(error, ValueError) else "nested too deeply"
         raise ModelFileError(f"{path} is not valid JSON ({reason})", what, "download the file again") from None
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For json's ``object_pairs_hook``: raises ValueError for a key that stands twice."""
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        seen: set[str] = set()
-        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"duplicate key {duplicate!r}")
-    return table
 
 
 def read_text(path: Path, what: str) -> str:

@@ -1,20 +1,17 @@
 """Checks that the graphs of all ranks fit together: every exchange is met by all it needs, with types that agree.
 
-Plays a step without tensors, every send waiting for its recv: what comes through here cannot lock up on any transport.
+Plays a step without tensors, every send waiting for its recv: parts that pass cannot deadlock on any transport.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from flexspec.compiler.partition.rank_part import RankPart
 from flexspec.errors import PartitionError
 from flexspec.graph import Graph, Node
 from flexspec.ops.record import record_of
-
-if TYPE_CHECKING:
-    from flexspec.compiler.partition.cut_ranks import RankPart
 
 Ranks = tuple[int, ...]
 

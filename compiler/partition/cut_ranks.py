@@ -1,6 +1,6 @@
 """Partition: from one graph to a graph for each rank, with the operators between ranks and a recipe for its weights.
 
-Works on the graph as a model file builds it; ``lower_ranks`` in pipeline.py then runs the passes on each rank's graph,
+Works on the graph as a model file builds it; lower_ranks.py then runs the passes on each rank's graph,
 so that what is fused there is already cut. Stages come from stage_cuts.py, layouts from shard_layouts.py, ranges from
 shares.py; this file writes the graphs. See docs/design/partition.md.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from flexspec.compiler.artifact.plan import Stage
 from flexspec.compiler.partition.check_ranks import check_ranks
+from flexspec.compiler.partition.rank_part import RankPart
 from flexspec.compiler.partition.shard_layouts import (
     WHOLE,
     ShardedNode,
@@ -27,21 +28,6 @@ from flexspec.errors import PartitionError
 from flexspec.graph import Attr, Graph, Node, Value
 from flexspec.types import Dim, Role, TensorType
 from flexspec.verifier import verify
-
-
-@dataclass(frozen=True, slots=True)
-class RankPart:
-    """What one rank runs: its graph, and how each of the graph's weights is cut from the model's.
-
-    The graph reads the step, then features if its stage does, weights, caches. It returns, in the last stage, what the
-    whole graph does (logits, features), whole on every rank; then the values that it sends; then its caches.
-    """
-
-    rank: int
-    stage: int  # number of the stage
-    graph: Graph
-    weights: tuple[WeightSlice, ...]
-    results: int  # how many outputs are those of the whole graph
 
 
 def partition(

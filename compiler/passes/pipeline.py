@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from flexspec.compiler.artifact.plan import Stage
-from flexspec.compiler.partition.check_ranks import check_ranks
-from flexspec.compiler.partition.cut_ranks import RankPart, partition
 from flexspec.compiler.passes.attention_modes import attention_modes
 from flexspec.compiler.passes.dead_values import dead_values
 from flexspec.compiler.passes.fuse_projections import fuse_projections
@@ -60,31 +57,6 @@ def run_passes(graph: Graph, passes: Sequence[Pass], dump_dir: Path | None = Non
                 f"this is a fault of the pass, please report it with --dump-ir output; {error.fix}",
             ) from error
     return graph
-
-
-def lower_ranks(
-    graph: Graph,
-    stages: Sequence[Stage],
-    passes: Sequence[Pass],
-    dump_dir: Path | None = None,
-    *,
-    prefer: Mapping[str, str] | None = None,
-) -> tuple[RankPart, ...]:
-    """The graph cut for every rank of the stages (``prefer`` as for partition), each part then lowered by the passes.
-
-    With ``dump_dir`` the dumps of a rank stand in ``rankN`` there, ``00_input.fsg`` being its graph before the passes.
-    Raises PartitionError for stages that do not fit the graph, and what run_passes raises. That the parts still fit
-    together is checked at the end.
-    """
-    parts = []
-    for part in partition(graph, stages, prefer=prefer):
-        folder = dump_dir / f"rank{part.rank}" if dump_dir is not None else None
-        lowered = run_passes(part.graph, passes, folder)
-        read = {value.name for value in lowered.inputs}
-        weights = tuple(each for each in part.weights if each.name in read)
-        parts.append(replace(part, graph=lowered, weights=weights))
-    check_ranks(parts)
-    return tuple(parts)
 
 
 def _dump(graph: Graph, dump_dir: Path | None, number: int, name: str) -> None:

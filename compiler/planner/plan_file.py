@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from flexspec.checked_table import Table, read_table
 from flexspec.compiler.artifact.plan import (
     MAX_BLOCKS,
     MAX_RANKS,
@@ -18,7 +19,6 @@ from flexspec.compiler.artifact.plan import (
     Stage,
     plan_from_json,
 )
-from flexspec.compiler.checked_table import Table, read_table
 from flexspec.errors import PlanError
 
 PLACE_NAMES = ("none", "own", "first", "last", "all")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexspec.compiler.checked_table import Table, read_table
+from flexspec.checked_table import Table, read_table
 from flexspec.compiler.prices.shipped import find_file, shipped_names, unknown_words
 from flexspec.errors import ProfileError
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flexspec.compiler.checked_table import Table, read_table
+from flexspec.checked_table import Table, read_table
 from flexspec.compiler.prices.shipped import find_file, shipped_names, unknown_words
 from flexspec.errors import MachineError
 from flexspec.types import DType

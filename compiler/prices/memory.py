@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
 
-from flexspec.compiler.kv_slots import STEP_ROWS, pages_of, request_slots
 from flexspec.compiler.prices.machine import Device
 from flexspec.compiler.prices.profile import ModelProfile, Sizes, peak_bytes, step_sizes
 from flexspec.errors import CapacityError
 from flexspec.graph import Graph
+from flexspec.kv_slots import STEP_ROWS, pages_of, request_slots
 from flexspec.types import PAGE_TOKENS, Role
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from flexspec.compiler.artifact.plan import Stage
-from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES, Pass, lower_ranks
+from flexspec.compiler.partition.lower_ranks import lower_ranks
+from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES, Pass
 from flexspec.errors import PartitionError, PlanError
 from flexspec.graph import Graph, Node
 from flexspec.models.config import ModelConfig

@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
     from flexspec.cli.progress import progress_bars
     from flexspec.compiler.artifact.plan import OPEN_BATCH
     from flexspec.compiler.planner.plan_file import read_plan, wrong
+    from flexspec.draft_plan import DraftPlan, default_draft
     from flexspec.errors import CompileError
     from flexspec.kernels.cpu.build import ISA_FLAGS
     from flexspec.kernels.package.compile_model import CompileOptions, compile_model
-    from flexspec.runtime.drafters.plan import DraftPlan, default_draft
     from flexspec.runtime.open.ladder import parse_ladder
     from flexspec.types import DType
 

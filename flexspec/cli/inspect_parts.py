@@ -15,7 +15,7 @@ from flexspec.types import Role
 if TYPE_CHECKING:
     from flexspec.cli.inspect_page import Page
     from flexspec.compiler.artifact.plan import Plan
-    from flexspec.compiler.partition.cut_ranks import RankPart
+    from flexspec.compiler.partition.rank_part import RankPart
     from flexspec.compiler.partition.shares import WeightSlice
     from flexspec.graph import Graph
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def cut_parts(graph: Graph, plan: Plan, passes: Sequence[Any] | None) -> tuple[RankPart, ...]:
     """The parts of all ranks, after the passes if there are any. Raises PartitionError."""
     from flexspec.compiler.partition.cut_ranks import partition
-    from flexspec.compiler.passes.pipeline import lower_ranks
+    from flexspec.compiler.partition.lower_ranks import lower_ranks
 
     return partition(graph, plan.stages) if passes is None else lower_ranks(graph, plan.stages, passes)
 

@@ -14,9 +14,10 @@ import numpy as np
 from flexspec.compiler.artifact.plan import Plan
 from flexspec.compiler.artifact.rank_record import RANKS_FILE, RankRecord, drafting_only, folder_of, groups_of
 from flexspec.compiler.artifact.write import ArtifactWriter
-from flexspec.compiler.partition.cut_ranks import RankPart
+from flexspec.compiler.partition.lower_ranks import lower_ranks
+from flexspec.compiler.partition.rank_part import RankPart
 from flexspec.compiler.partition.shares import cut_weights
-from flexspec.compiler.passes.pipeline import LLM_PASSES, lower_ranks
+from flexspec.compiler.passes.pipeline import LLM_PASSES
 from flexspec.graph import Graph
 from flexspec.kernels.cpu.build import build_path
 from flexspec.kernels.cpu.exchange import split_logits
@@ -74,4 +75,4 @@ def _add_rank(
     writer.add_bytes(f"kernels/cpu/{name}/program.cpp", program.source.encode())
     for isa in isas:
         writer.add_file(f"kernels/cpu/{name}/{isa}.so", build_path(program.source, isa))
-    return RankRecord(part.rank, part.stage, part.results > 0, tuple(tensors), groups_of(part))
+    return RankRecord(part.rank, part.stage, part.results > 0, tuple(tensors), groups_of(part.graph))

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.draft_plan import DraftPlan
 from flexspec.errors import EngineError
 from flexspec.runtime.drafters.base import DraftRequest, ModelDrafter
-from flexspec.runtime.drafters.plan import DraftPlan
 from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree

@@ -14,6 +14,7 @@ from flexspec.compiler.artifact.model_record import ModelRecord, PartRecord, rec
 from flexspec.compiler.artifact.open import Artifact, open_artifact
 from flexspec.compiler.artifact.plan import Plan, plan_from_json
 from flexspec.compiler.artifact.rank_record import NO_STAGE, RANKS_FILE, RankRecord, folder_of, ranks_from_json
+from flexspec.draft_plan import DraftLadder
 from flexspec.errors import ArtifactError, PlanError
 from flexspec.runtime.distributed.drafts import DraftHost
 from flexspec.runtime.distributed.executor import DistributedExecutor
@@ -21,7 +22,6 @@ from flexspec.runtime.distributed.follow import Follower
 from flexspec.runtime.distributed.group import Seat
 from flexspec.runtime.distributed.message import Room
 from flexspec.runtime.distributed.shards import CpuShard, Shard
-from flexspec.runtime.drafters.plan import DraftLadder
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.executors.cpu_rank import CpuRank
 from flexspec.runtime.executors.step import Executor

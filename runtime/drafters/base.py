@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.compiler.artifact.model_record import PartRecord
-from flexspec.runtime.drafters.plan import DraftPlan
+from flexspec.draft_plan import DraftPlan
 from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree

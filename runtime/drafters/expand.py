@@ -1,13 +1,11 @@
-"""The shape of an SSM's token tree and its growth, level by level.
+"""The growth of an SSM's token tree, level by level, with the rows that must be fed again.
 
-Owns the static vector (SpecInfer's expansion, arXiv 2305.09781 section 3) and the dynamic form (best-first under a
-beam, as in EAGLE-2, arXiv 2406.16858), and the growing tree with the rows that must be fed again.
+The tree's shape is draft_plan.py's ``Expansion``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappush, heapreplace
 
 import numpy as np
@@ -15,54 +13,6 @@ from numpy.typing import NDArray
 
 from flexspec.runtime.drafters.merge import most_promising, take_nodes
 from flexspec.tree import TokenTree
-
-ROOT_CHILDREN = 8  # children of the root in a dynamic tree; beyond it hit rates hardly rise
-NODE_CHILDREN = 4  # of any other node: its own chance is to be multiplied in
-
-
-@dataclass(frozen=True, slots=True)
-class Expansion:
-    """``children[i]`` children for each extended node of level i; ``beam`` nodes a level are extended, None for all."""
-
-    children: tuple[int, ...]
-    beam: int | None
-
-    @classmethod
-    def static(cls, vector: Sequence[int]) -> Expansion:
-        return cls(tuple(vector), None)
-
-    @classmethod
-    def dynamic(cls, depth: int, beam: int) -> Expansion:
-        return cls((ROOT_CHILDREN,) + (NODE_CHILDREN,) * (depth - 1), beam)
-
-    def level_sizes(self) -> list[int]:
-        """Nodes made at each level, at most."""
-        sizes: list[int] = []
-        extended = 1
-        for children in self.children:
-            sizes.append(extended * children)
-            extended = sizes[-1] if self.beam is None else min(self.beam, sizes[-1])
-        return sizes
-
-    @property
-    def nodes(self) -> int:
-        """Nodes of the full tree, the root not counted."""
-        return sum(self.level_sizes())
-
-    @property
-    def draft_rows(self) -> int:
-        """Most rows behind the committed context: the extended nodes of all levels but the last."""
-        sizes = self.level_sizes()[:-1]
-        return sum(sizes if self.beam is None else [min(self.beam, size) for size in sizes])
-
-    def fitting(self, max_nodes: int, max_depth: int) -> Expansion:
-        """The levels that fit whole: for trees with sampled nodes, which must never be cut by what was drawn."""
-        total = 0
-        for level, size in enumerate(self.level_sizes()):
-            total += size
-            if total > max_nodes or level >= max_depth:
-                return Expansion(self.children[:level], self.beam)
-        return self
 
 
 class Growth:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.draft_plan import DraftLadder, DraftPlan, WorstCase, worst_case
 from flexspec.runtime.drafters.base import DistantDrafter, Drafter, DraftRequest, ModelDrafter
 from flexspec.runtime.drafters.budget import StepCost, choose_budget
 from flexspec.runtime.drafters.calibrate import Calibration
 from flexspec.runtime.drafters.merge import best_chain, merge_trees, most_promising, path_survival, take_nodes
-from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan, WorstCase, worst_case
 from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.tree import TokenTree
 

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.draft_plan import DraftPlan, Expansion
 from flexspec.errors import CapacityError
 from flexspec.runtime.acceptance.noise import DraftNoise, draft_child
 from flexspec.runtime.acceptance.transforms import target_law
 from flexspec.runtime.drafters.base import DraftRequest
-from flexspec.runtime.drafters.expand import Expansion, Growth
-from flexspec.runtime.drafters.plan import DraftPlan
+from flexspec.runtime.drafters.expand import Growth
 from flexspec.runtime.drafters.ssm_context import Context, Job
 from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.runtime.executors.pages import PageAllocator, RowGroup, pack_rows

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.draft_plan import Expansion
 from flexspec.runtime.acceptance.noise import DraftNoise
 from flexspec.runtime.drafters.base import DraftRequest
-from flexspec.runtime.drafters.expand import Expansion, Growth
+from flexspec.runtime.drafters.expand import Growth
 
 
 @dataclass(slots=True)

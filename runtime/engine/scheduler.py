@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.compiler.kv_slots import request_slots
+from flexspec.draft_plan import WorstCase
 from flexspec.errors import CapacityError, QueueFullError, RequestError
-from flexspec.runtime.drafters.plan import WorstCase
+from flexspec.kv_slots import request_slots
 from flexspec.runtime.engine.api import OnDelta
 from flexspec.runtime.engine.sequence import Detokenizer
 from flexspec.runtime.engine.sequence import Sequence as TokenSequence

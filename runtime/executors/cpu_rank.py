@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.compiler.partition.cut_ranks import RankPart
+from flexspec.compiler.partition.rank_part import RankPart
 from flexspec.graph import Graph, Node, Value
 from flexspec.kernels.cpu.build import build_path, supported_isas
 from flexspec.kernels.cpu.exchange import first_id, split_logits

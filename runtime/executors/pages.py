@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.compiler.kv_slots import pages_of
+from flexspec.kv_slots import pages_of
 from flexspec.runtime.executors.step import StepBatch
 
 

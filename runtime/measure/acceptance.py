@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flexspec.compiler.checked_table import Table
+from flexspec.checked_table import Table
 from flexspec.compiler.prices.acceptance_profile import FORMAT, read_acceptance, wrong
+from flexspec.draft_plan import SSMS, DraftPlan, worst_case
 from flexspec.errors import EngineError, ProfileError
-from flexspec.runtime.drafters.plan import SSMS, DraftPlan, worst_case
 from flexspec.runtime.engine.api import Delta, RequestStats
 from flexspec.runtime.open.engine import Served, open_engine
 from flexspec.runtime.open.serve_options import ServeOptions

@@ -16,9 +16,9 @@ import numpy as np
 
 from flexspec.compiler.artifact.model_record import PartRecord
 from flexspec.compiler.artifact.open import Artifact, open_artifact
+from flexspec.draft_plan import SSMS, DraftPlan, worst_case
 from flexspec.errors import EngineError
 from flexspec.runtime.drafters.budget import SpeculationWatch
-from flexspec.runtime.drafters.plan import SSMS, DraftPlan, worst_case
 from flexspec.runtime.engine.api import Delta, RequestStats
 from flexspec.runtime.engine.engine import Engine
 from flexspec.runtime.executors.cpu import CpuExecutor

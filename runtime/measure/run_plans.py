@@ -34,11 +34,11 @@ from flexspec.compiler.pages.predicted_lines import (
     predicted_lines,
 )
 from flexspec.compiler.prices.problem import Problem
+from flexspec.draft_plan import DraftPlan
 from flexspec.errors import EngineError, PlanError
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.cpu.exchange import split_logits
 from flexspec.kernels.package.compile_model import CompileOptions, compile_model
-from flexspec.runtime.drafters.plan import DraftPlan
 from flexspec.runtime.local_ranks import rank_environments
 from flexspec.runtime.measure.plan_process import Job, times_file
 from flexspec.runtime.measure.round_runs import Ask

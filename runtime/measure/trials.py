@@ -13,8 +13,8 @@ from flexspec.compiler.planner.score_plan import stage_cuts
 from flexspec.compiler.prices.acceptance_profile import OFF, DraftEntry
 from flexspec.compiler.prices.problem import Problem, SsmPlace
 from flexspec.compiler.prices.rounds import Cut
+from flexspec.draft_plan import SSMS, DraftPlan
 from flexspec.errors import MachineError, PlanError, ToolchainError
-from flexspec.runtime.drafters.plan import SSMS, DraftPlan
 from flexspec.runtime.local_ranks import host_cores
 
 CHAIN, TREE = "chain:4/sources=ssm", "tree:2,2,1/sources=ssm"

@@ -9,9 +9,9 @@ from flexspec.compiler.artifact.model_record import LLM, ModelRecord, PartRecord
 from flexspec.compiler.artifact.open import Artifact
 from flexspec.compiler.artifact.plan import Plan
 from flexspec.compiler.artifact.rank_record import folder_of
-from flexspec.compiler.kv_slots import longest_request, pages_of, request_slots
+from flexspec.draft_plan import DraftLadder
 from flexspec.errors import ArtifactError, CapacityError
-from flexspec.runtime.drafters.plan import DraftLadder
+from flexspec.kv_slots import longest_request, pages_of, request_slots
 from flexspec.runtime.open.host_memory import Pool, check_memory
 from flexspec.runtime.open.serve_options import ServeOptions
 

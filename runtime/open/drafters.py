@@ -11,10 +11,10 @@ from flexspec.compiler.artifact.model_record import LLM, ModelRecord, PartRecord
 from flexspec.compiler.artifact.ngram_table import NGRAM_FILE, check_table, check_vocabulary
 from flexspec.compiler.artifact.open import Artifact
 from flexspec.compiler.artifact.plan import Plan, damaged
+from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.errors import ArtifactError, RequestError
 from flexspec.runtime.drafters.base import Drafter
 from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
-from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
 from flexspec.runtime.executors.step import Executor

@@ -13,9 +13,9 @@ from pathlib import Path
 from flexspec.compiler.artifact.model_record import ModelRecord, PartRecord, record_from_json
 from flexspec.compiler.artifact.open import Artifact, open_artifact
 from flexspec.compiler.artifact.plan import Plan, plan_from_json
+from flexspec.draft_plan import DraftLadder
 from flexspec.errors import ArtifactError
 from flexspec.runtime.drafters.base import DraftsElsewhere
-from flexspec.runtime.drafters.plan import DraftLadder
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.engine.engine import Engine

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from flexspec.checked_table import Fail
 from flexspec.compiler.artifact.plan import OPEN_BATCH, Plan
-from flexspec.compiler.checked_table import Fail
+from flexspec.draft_plan import DraftPlan
 from flexspec.errors import RequestError
-from flexspec.runtime.drafters.plan import DraftPlan
 
 
 def parse_ladder(plan: Plan, source: str, fail: Fail) -> tuple[DraftPlan, ...]:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from flexspec.compiler.artifact.model_record import ModelRecord, PartRecord
 from flexspec.compiler.artifact.open import Artifact
+from flexspec.draft_plan import DraftLadder
 from flexspec.errors import ArtifactError, ToolchainError
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.cpu.check import seeded_digest
-from flexspec.runtime.drafters.plan import DraftLadder
 from flexspec.runtime.executors.cpu import CpuExecutor
 from flexspec.runtime.executors.step import Executor
 from flexspec.runtime.local_ranks import host_cores

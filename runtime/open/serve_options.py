@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexspec.compiler.kv_slots import STEP_ROWS, pages_of
+from flexspec.kv_slots import STEP_ROWS, pages_of
 
 DEFAULT_DRAFT = "auto"
 

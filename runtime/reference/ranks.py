@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flexspec.compiler.partition.cut_ranks import RankPart
+from flexspec.compiler.partition.rank_part import RankPart
 from flexspec.compiler.partition.shares import cut_weights
 from flexspec.errors import EngineError
 from flexspec.kernels.reference import Walk, walk_graph

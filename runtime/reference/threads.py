@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.compiler.partition.cut_ranks import RankPart
+from flexspec.compiler.partition.rank_part import RankPart
 from flexspec.compiler.partition.shares import cut_weights
 from flexspec.errors import EngineError
 from flexspec.runtime.executors.cpu_rank import CpuRank, RankResult

@@ -10,7 +10,8 @@ import pytest
 from flexspec.cli.main import main
 from flexspec.compiler.artifact.plan import Plan, Stage
 from flexspec.compiler.partition.cut_ranks import partition
-from flexspec.compiler.passes.pipeline import LLM_PASSES, lower_ranks
+from flexspec.compiler.partition.lower_ranks import lower_ranks
+from flexspec.compiler.passes.pipeline import LLM_PASSES
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model
 from flexspec.text import parse_graph, print_graph

@@ -19,13 +19,13 @@ from step_models import chain_rows, random_tree, tree_rows
 from benchmarks.measure import Answer, answer, answer_all
 from flexspec.compiler.frontends.open_model import check_weights, open_model
 from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
+from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.package.compile_model import CompileOptions, compile_model
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model, expected_weights
 from flexspec.runtime.drafters.base import Drafter, DraftRequest
 from flexspec.runtime.drafters.budget import StepCost
-from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
 from flexspec.runtime.engine.engine import Engine

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.compiler.artifact.ngram_table import build_table
+from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.base import Drafter
 from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
-from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from flexspec.compiler.artifact.plan import Stage
 from flexspec.compiler.partition.check_ranks import check_ranks
-from flexspec.compiler.partition.cut_ranks import RankPart, partition
+from flexspec.compiler.partition.cut_ranks import partition
+from flexspec.compiler.partition.lower_ranks import lower_ranks
+from flexspec.compiler.partition.rank_part import RankPart
 from flexspec.compiler.partition.shares import even_ranges, head_ranges
-from flexspec.compiler.passes.pipeline import LLM_PASSES, lower_ranks, run_passes
+from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.errors import CompileError, GraphError, PartitionError, WeightError
 from flexspec.graph import Graph
 from flexspec.kernels.cpu.render import render

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from planning import ENTRIES, make_device, make_link, make_machine, tiny_profile, with_layers
 
+from flexspec.checked_table import Table
 from flexspec.compiler.artifact.plan import plan_from_json
-from flexspec.compiler.checked_table import Table
 from flexspec.compiler.planner.plan_choice import make_plan
 from flexspec.compiler.planner.plan_file import check_runnable, read_hand_plan, read_plan
 from flexspec.compiler.planner.score_plan import score_plan

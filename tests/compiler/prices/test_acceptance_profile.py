@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from flexspec.compiler.prices.acceptance_profile import PROFILES, find_acceptance, open_acceptance, shipped_profiles
+from flexspec.draft_plan import DraftPlan
 from flexspec.errors import ProfileError
-from flexspec.runtime.drafters.plan import DraftPlan
 from repository import ROOT
 
 PAPER = json.loads((PROFILES / "specinfer-llama-7b.json").read_text())

@@ -10,7 +10,8 @@ import pytest
 from planning import CONFIGS, ENTRIES, constant, make_device, make_link, make_machine, tiny_profile, with_layers
 
 from flexspec.compiler.artifact.plan import Stage
-from flexspec.compiler.passes.pipeline import LLM_PASSES, lower_ranks, run_passes
+from flexspec.compiler.partition.lower_ranks import lower_ranks
+from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.compiler.prices.acceptance_profile import OFF
 from flexspec.compiler.prices.cost import (
     all_gather_us,

@@ -7,10 +7,10 @@ import pytest
 from overlapping import Courier, Noting
 from table_ssm import TableSsm, llm_feature
 
+from flexspec.draft_plan import DraftPlan
 from flexspec.errors import EngineError
 from flexspec.runtime.distributed.drafts import DraftHost, RemoteDrafter, decode_trees, encode, encode_trees
 from flexspec.runtime.drafters.base import DistantDrafter, DraftRequest, ModelDrafter
-from flexspec.runtime.drafters.plan import DraftPlan
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.sampling import SamplingParams

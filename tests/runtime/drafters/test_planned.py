@@ -11,11 +11,11 @@ import pytest
 from table_ssm import TableSsm, logits_after
 
 from flexspec.compiler.artifact.ngram_table import build_table
+from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.runtime.acceptance.accept import accept_greedy
 from flexspec.runtime.drafters.base import Drafter, DraftRequest
 from flexspec.runtime.drafters.budget import StepCost
 from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
-from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter

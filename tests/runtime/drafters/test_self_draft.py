@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from flexspec.draft_plan import Expansion
 from flexspec.graph import Graph
 from flexspec.models.config import ModelConfig
 from flexspec.models.llama import build_llama
 from flexspec.runtime.acceptance.accept import accept_greedy
 from flexspec.runtime.drafters.base import DraftRequest
-from flexspec.runtime.drafters.expand import Expansion
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.executors.pages import RowGroup, pack_rows
 from flexspec.runtime.reference.executor import ReferenceExecutor

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_ssm import Path, TableSsm, llm_feature, logits_after
 
+from flexspec.draft_plan import Expansion
 from flexspec.errors import CapacityError
 from flexspec.runtime.acceptance.accept import check_exact
 from flexspec.runtime.acceptance.noise import DraftNoise, draft_child
 from flexspec.runtime.acceptance.transforms import target_law
 from flexspec.runtime.drafters.base import DraftRequest
-from flexspec.runtime.drafters.expand import Expansion
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree

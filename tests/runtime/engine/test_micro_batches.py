@@ -10,10 +10,10 @@ from engine_models import MIXED, PLANS, SAMPLED, Models, alone, prompts, same
 from engine_runs import Failing, Letters, Made
 from overlapping import Courier, Held
 
+from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.errors import EngineError
 from flexspec.runtime.distributed.drafts import DraftHost, RemoteDrafter
 from flexspec.runtime.drafters.base import Drafter
-from flexspec.runtime.drafters.plan import DraftLadder, DraftPlan
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter

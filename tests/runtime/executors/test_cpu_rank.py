@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from step_models import chain_rows, random_tree, random_weights, slots, tiny_config, tree_rows
 
 from flexspec.compiler.artifact.plan import Stage
-from flexspec.compiler.passes.pipeline import LLM_PASSES, lower_ranks
+from flexspec.compiler.partition.lower_ranks import lower_ranks
+from flexspec.compiler.passes.pipeline import LLM_PASSES
 from flexspec.errors import EngineError
 from flexspec.graph import Graph
 from flexspec.kernels.cpu.exchange import split_logits

@@ -16,8 +16,9 @@ from step_models import chain_rows, random_tree, slots, tree_rows
 
 from flexspec.compiler.artifact.plan import Stage
 from flexspec.compiler.partition.cut_ranks import partition
+from flexspec.compiler.partition.lower_ranks import lower_ranks
 from flexspec.compiler.partition.shares import cut_weights
-from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES, lower_ranks
+from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES
 from flexspec.errors import EngineError, GraphError, WeightError
 from flexspec.graph import Graph
 from flexspec.models.config import ModelConfig

@@ -11,7 +11,6 @@ from dataclasses import astuple, dataclass
 from typing import NoReturn
 
 from flexspec.errors import RequestError
-from flexspec.runtime.drafters.expand import Expansion
 
 METHODS = ("off", "chain", "tree", "budget")
 SSMS = ("ssm", *(f"ssm{i}" for i in range(2, 9)))  # an artifact's SSMs, in the order they were given
@@ -19,8 +18,59 @@ SOURCES = ("suffix", "ngram", *SSMS)
 SAMPLED = ("deterministic", "mixed")
 MAX_NODES = 255  # four ancestor words with the root
 MAX_DEPTH = 64
+ROOT_CHILDREN = 8  # children of the root in a dynamic tree; beyond it hit rates hardly rise
+NODE_CHILDREN = 4  # of any other node: its own chance is to be multiplied in
 
 _SYNTAX = "off | chain:DEPTH | tree:K1,K2,... | budget:NODES, then /option=value"
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """The shape of an SSM's token tree, level by level.
+
+    Static: SpecInfer's expansion vector (arXiv 2305.09781 section 3). Dynamic: best-first under a beam, as in EAGLE-2
+    (arXiv 2406.16858).
+    """
+
+    children: tuple[int, ...]  # of each extended node, by level
+    beam: int | None  # most nodes extended on a level, None for all
+
+    @classmethod
+    def static(cls, vector: Sequence[int]) -> Expansion:
+        return cls(tuple(vector), None)
+
+    @classmethod
+    def dynamic(cls, depth: int, beam: int) -> Expansion:
+        return cls((ROOT_CHILDREN,) + (NODE_CHILDREN,) * (depth - 1), beam)
+
+    def level_sizes(self) -> list[int]:
+        """Nodes made at each level, at most."""
+        sizes: list[int] = []
+        extended = 1
+        for children in self.children:
+            sizes.append(extended * children)
+            extended = sizes[-1] if self.beam is None else min(self.beam, sizes[-1])
+        return sizes
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the full tree, the root not counted."""
+        return sum(self.level_sizes())
+
+    @property
+    def draft_rows(self) -> int:
+        """Most rows behind the committed context: the extended nodes of all levels but the last."""
+        sizes = self.level_sizes()[:-1]
+        return sum(sizes if self.beam is None else [min(self.beam, size) for size in sizes])
+
+    def fitting(self, max_nodes: int, max_depth: int) -> Expansion:
+        """The levels that fit whole: for trees with sampled nodes, which must never be cut by what was drawn."""
+        total = 0
+        for level, size in enumerate(self.level_sizes()):
+            total += size
+            if total > max_nodes or level >= max_depth:
+                return Expansion(self.children[:level], self.beam)
+        return self
 
 
 @dataclass(frozen=True, slots=True)

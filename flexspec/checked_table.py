@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flexspec.compiler.frontends.files import unique_keys
 from flexspec.errors import FlexspecError
 
 _MAX_FILE_BYTES = 1 << 20
@@ -194,6 +193,16 @@ def read_table(path: Path, what: str, fail: Fail) -> Table:
     if not isinstance(body, dict):
         raise fail(f"{path}: a {type(body).__name__}", f"{what}, a table of keys")
     return Table(body, str(path), fail)
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json's ``object_pairs_hook``: the object as a dict. Raises ValueError for a duplicate key."""
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"duplicate key {key!r}")
+        table[key] = value
+    return table
 
 
 def _is_number(value: Any) -> bool:

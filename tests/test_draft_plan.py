@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexspec.draft_plan import DraftPlan, WorstCase, worst_case
 from flexspec.errors import RequestError
-from flexspec.runtime.drafters.plan import DraftPlan, WorstCase, worst_case
 
 
 @pytest.mark.parametrize(
