@@ -18,6 +18,7 @@ from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.errors import CompileError
 from flexspec.graph import Graph
 from flexspec.kernels.cpu.places import Arena
+from flexspec.kernels.cpu.emit import EMITTERS
 from flexspec.kernels.cpu.render import CpuProgram, render
 from flexspec.models.fused_state import graft_fuse_head
 from flexspec.models.registry import build_model
@@ -103,11 +104,7 @@ def test_what_no_template_covers_is_refused() -> None:
 
 
 def test_an_operator_with_an_unknown_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flexspec.kernels.cpu import emit as cpu_emit
-
-    known = dict(cpu_emit.EMITTERS)
-    del known["rope"]
-    monkeypatch.setattr(cpu_emit, "EMITTERS", known)
+    monkeypatch.delitem(EMITTERS, "rope")
     with pytest.raises(CompileError, match="operator rope has the CPU kernel key 'rope'"):
         program()
 
