@@ -17,8 +17,8 @@ from flexspec.builder import GraphBuilder
 from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.errors import CompileError
 from flexspec.graph import Graph
-from flexspec.kernels.cpu.places import Arena
 from flexspec.kernels.cpu.emit import EMITTERS
+from flexspec.kernels.cpu.places import Arena
 from flexspec.kernels.cpu.render import CpuProgram, render
 from flexspec.models.fused_state import graft_fuse_head
 from flexspec.models.registry import build_model
