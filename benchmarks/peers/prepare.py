@@ -106,7 +106,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 
 def encode_prompts(prompts: list[dict[str, Any]], model: LoadedModel, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The prompts as token ids of one user message each, with the generation prompt."""
-    chat = ChatRenderer(model.chat_template or "", model.extra["special_tokens"])
+    chat = ChatRenderer(model.chat_template or "", model.special_tokens)
     encoded = []
     for prompt in prompts:
         text = chat.render([{"role": "user", "content": prompt["turns"][0]}])

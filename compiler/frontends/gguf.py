@@ -19,12 +19,11 @@ from flexspec.compiler.frontends.files import hash_files, read_bytes
 from flexspec.compiler.frontends.gguf_header import GgufHeader, GgufTensor, read_header
 from flexspec.compiler.frontends.loaded_model import LoadedModel
 from flexspec.compiler.frontends.rope_settings import rope_from_gguf
-from flexspec.compiler.frontends.settings import Settings, check_config
+from flexspec.compiler.frontends.settings import Settings, check_sliding_window
 from flexspec.compiler.frontends.tokenizer_gguf import build_tokenizer_json, special_token_texts
 from flexspec.compiler.frontends.weights import check_layer_count, finite, widen_bf16
 from flexspec.errors import ModelConfigError, WeightError
-from flexspec.models.config import ModelConfig
-from flexspec.models.llama import check_sliding_window
+from flexspec.models.config import ModelConfig, check_config
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -105,7 +104,9 @@ def open_gguf(path: Path) -> LoadedModel:
         chat_template=template or None,
         source_hash=hash_files([path]),
         name=metadata.string("general.name", path.stem) or path.stem,
-        extra={"format": "gguf", "architecture": arch, "special_tokens": special_token_texts(header.metadata, path)},
+        format="gguf",
+        architecture=arch,
+        special_tokens=special_token_texts(header.metadata, path),
     )
 
 
@@ -151,7 +152,8 @@ def read_config(header: GgufHeader) -> ModelConfig:
         bos_id=bos[0] if bos else None,
         eos_ids=_end_ids(header),
     )
-    return check_config(config, path)
+    check_config(config, str(path))
+    return config
 
 
 def _uniform(meta: Settings, header: GgufHeader, key: str, default: int | None) -> int:

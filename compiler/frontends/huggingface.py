@@ -14,7 +14,7 @@ import numpy as np
 
 from flexspec.compiler.frontends.expert_weights import rename_weights
 from flexspec.compiler.frontends.files import hash_files, parse_json, read_json_object, read_text
-from flexspec.compiler.frontends.loaded_model import LoadedModel
+from flexspec.compiler.frontends.loaded_model import FusedState, LoadedModel
 from flexspec.compiler.frontends.rope_settings import rope_from_huggingface
 from flexspec.compiler.frontends.safetensors_file import (
     SafetensorsWeights,
@@ -22,11 +22,10 @@ from flexspec.compiler.frontends.safetensors_file import (
     open_weights,
     read_header,
 )
-from flexspec.compiler.frontends.settings import Settings, check_config
+from flexspec.compiler.frontends.settings import Settings, check_sliding_window
 from flexspec.compiler.frontends.weights import check_layer_count
 from flexspec.errors import ModelFileError, TokenizerError, WeightError
-from flexspec.models.config import Checkpoint, ModelConfig, WeightSource
-from flexspec.models.llama import check_sliding_window
+from flexspec.models.config import Checkpoint, ModelConfig, WeightSource, check_config
 from flexspec.models.registry import architectures
 
 FUSED_STATE = "FusedStateSSM"
@@ -47,20 +46,19 @@ def open_huggingface(folder: Path) -> LoadedModel:
     config, architecture = read_config(settings, config_path)
     generation = _optional_object(folder / "generation_config.json")
     ends = Settings(generation, folder / "generation_config.json").token_ids("eos_token_id")
-    config = check_config(replace(config, eos_ids=tuple(dict.fromkeys((*ends, *config.eos_ids)))), config_path)
+    config = replace(config, eos_ids=tuple(dict.fromkeys((*ends, *config.eos_ids))))
+    check_config(config, str(config_path))
     rules = architectures()[architecture][1]
     weights: WeightSource = open_weights(folder)
     if rules.stored_names:
         weights = rename_weights(weights, rules.stored_names, config.experts, folder)
     check_layer_count(weights, config.layers, folder)
     files = [config_path, *find_weight_files(folder), *(folder / name for name in _TOKENIZER_FILES)]
-    extra: dict[str, Any] = {"format": "huggingface", "architecture": architecture}
+    fused: FusedState | None = None
     if isinstance(weights, SafetensorsWeights) and architecture == FUSED_STATE:
-        weights, found = _read_fused_state(settings, config, weights, folder)
-        extra |= found
+        weights, fused = _read_fused_state(settings, config, weights, folder)
         files.append(folder / "vocab_map.safetensors")
     tokenizer_config = _optional_object(folder / "tokenizer_config.json")
-    extra["special_tokens"] = _special_texts(tokenizer_config)
     return LoadedModel(
         config=config,
         weights=weights,
@@ -68,7 +66,10 @@ def open_huggingface(folder: Path) -> LoadedModel:
         chat_template=_chat_template(folder, tokenizer_config),
         source_hash=hash_files(path for path in files if path.exists()),
         name=folder.resolve().name,
-        extra=extra,
+        format="huggingface",
+        architecture=architecture,
+        special_tokens=_special_texts(tokenizer_config),
+        fused=fused,
     )
 
 
@@ -115,7 +116,8 @@ def read_config(settings: Settings, path: Path) -> tuple[ModelConfig, str]:
         eos_ids=settings.token_ids("eos_token_id"),
     )
     config = config if rules.read is None else rules.read(settings, config)
-    return check_config(config, path), known[0]
+    check_config(config, str(path))
+    return config, known[0]
 
 
 def _check_window(settings: Settings, rules: Checkpoint, layers: int, positions: int) -> None:
@@ -133,13 +135,17 @@ def _check_window(settings: Settings, rules: Checkpoint, layers: int, positions:
     check_sliding_window(window, positions)
 
 
+def fused_state(settings: Settings, config: ModelConfig) -> FusedState:
+    """What the config.json of a ``FUSED_STATE`` SSM says beside the configuration. Raises ModelConfigError."""
+    return FusedState(settings.token_ids("tap_layers"), settings.integer("reduced_vocab_size", config.vocab_size))
+
+
 def _read_fused_state(
     settings: Settings, config: ModelConfig, weights: SafetensorsWeights, folder: Path
-) -> tuple[SafetensorsWeights, dict[str, Any]]:
-    """An SSM's own keys: reduced_vocab_size, tap_layers and keep_ids (int32, reduced id -> the LLM's id)."""
-    reduced = settings.integer("reduced_vocab_size", config.vocab_size)
-    taps = settings.token_ids("tap_layers")
-    extra: dict[str, Any] = {"reduced_vocab_size": reduced, "tap_layers": taps}
+) -> tuple[SafetensorsWeights, FusedState]:
+    """An SSM's own keys, and the map of its vocabulary, which lies in a file of its own or among the weights."""
+    fused = fused_state(settings, config)
+    reduced = fused.reduced_vocab_size
     map_file = folder / "vocab_map.safetensors"
     source = SafetensorsWeights(read_header(map_file).values(), map_file) if map_file.exists() else weights
     if "keep_ids" in source.names():
@@ -148,11 +154,11 @@ def _read_fused_state(
         if not sound or int(keep.min()) < 0 or int(keep.max()) >= config.vocab_size:
             found = f"keep_ids of {folder} has shape {list(keep.shape)} or repeated or unknown ids"
             raise WeightError(found, f"{reduced} different ids below {config.vocab_size}", "make the SSM again")
-        extra["keep_ids"] = keep.astype(np.int32)
+        fused = replace(fused, keep_ids=keep.astype(np.int32))
         weights = weights.without("keep_ids")
     elif reduced != config.vocab_size:
         raise WeightError(f"{folder} has no keep_ids", f"a map of {reduced} ids", "make the SSM again")
-    return weights, extra
+    return weights, fused
 
 
 def _optional_object(path: Path) -> Mapping[str, Any]:

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flexspec.errors import ModelConfigError
-from flexspec.models.config import ModelConfig
 
 _MAX_SIZE = 1 << 31
-_MAX_POSITIONS = 1 << 26
 
 
 class Settings:
@@ -92,21 +90,14 @@ class Settings:
         return default if value is None else value
 
 
-def check_config(config: ModelConfig, path: Path) -> ModelConfig:
-    """``config`` itself if its numbers fit together; else ModelConfigError naming what contradicts what."""
-    fix = "correct the file, or download it again"
-    if config.heads % config.kv_heads:
-        found = f"{path} has {config.heads} query heads over {config.kv_heads} key/value heads"
-        raise ModelConfigError(found, "a whole number of query heads per key/value head", fix)
-    if config.max_positions > _MAX_POSITIONS:
+def check_sliding_window(window: int | None, max_positions: int) -> None:
+    """Refuse a model that limits attention to a window shorter than its context; None or 0 is no window.
+
+    A ModelConfig has no window, since every committed token is attended to.
+    """
+    if window and window < max_positions:
         raise ModelConfigError(
-            f"{path} has a context of {config.max_positions} tokens", f"at most {_MAX_POSITIONS}", fix
+            f"sliding_window={window} with a context of {max_positions} tokens",
+            "full attention over the context",
+            f"load the model with max_positions of at most {window}, or use a model without a sliding window",
         )
-    if config.head_dim % 2:
-        raise ModelConfigError(f"{path} has head dim {config.head_dim}", "an even head dim (rotary pairs)", fix)
-    ids = [*config.eos_ids, *([] if config.bos_id is None else [config.bos_id])]
-    outside = sorted(token for token in ids if token >= config.vocab_size)
-    if outside:
-        found = f"{path} names the special tokens {outside} in a vocabulary of {config.vocab_size}"
-        raise ModelConfigError(found, "ids below vocab_size", fix)
-    return config

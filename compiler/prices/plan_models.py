@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from flexspec.compiler.frontends.files import read_json_object
-from flexspec.compiler.frontends.huggingface import FUSED_STATE, read_config
+from flexspec.compiler.frontends.huggingface import FUSED_STATE, fused_state, read_config
 from flexspec.compiler.frontends.open_model import open_model
 from flexspec.compiler.frontends.settings import Settings
 from flexspec.compiler.prices.price_only import OPT, OPT_NOTE, build_opt, opt_config
@@ -38,9 +38,9 @@ def open_profile(path: Path, dtype: DType, degrees: Sequence[int] = (1,), *, ssm
     if architecture == FUSED_STATE:
         if not ssm:
             raise ModelConfigError(f"{file} is an SSM of architecture {FUSED_STATE}", "an LLM", "pass it with --ssm")
-        build = partial(build_model, reduced_vocab_size=settings.integer("reduced_vocab_size", config.vocab_size))
-        taps = settings.token_ids("tap_layers")
-        return replace(profile_model(name, config, dtype, build, degrees=degrees, ssm=ssm), taps=taps)
+        fused = fused_state(settings, config)
+        build = partial(build_model, **fused.build_options)
+        return replace(profile_model(name, config, dtype, build, degrees=degrees, ssm=ssm), taps=fused.tap_layers)
     return profile_model(name, config, dtype, build, degrees=degrees, ssm=ssm, note=_experts_note(config))
 
 

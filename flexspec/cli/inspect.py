@@ -164,9 +164,7 @@ def _canonical(model: LoadedModel, args: argparse.Namespace) -> Graph:
     from flexspec.models.registry import build_model
     from flexspec.types import DType
 
-    fused = model.config.family == "fused_state"
-    options = {"reduced_vocab_size": model.extra["reduced_vocab_size"]} if fused else {}
-    return build_model(model.config, DType(args.dtype or "bf16"), **options)
+    return build_model(model.config, DType(args.dtype or "bf16"), **model.build_options)
 
 
 def _lower(graph: Graph, args: argparse.Namespace) -> Graph:

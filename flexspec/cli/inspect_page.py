@@ -138,8 +138,8 @@ def model_page(model: LoadedModel, graph: Graph, form: str) -> Page:
     return {
         "model": {
             "name": model.name,
-            "format": model.extra["format"],
-            "architecture": model.extra["architecture"],
+            "format": model.format,
+            "architecture": model.architecture,
             "source_hash": model.source_hash,
             "family": config.family,
             "layers": config.layers,

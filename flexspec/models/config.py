@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from flexspec.ops.rope import RopeConfig
+from flexspec.errors import ModelConfigError
+from flexspec.ops.rope import KINDS, RopeConfig
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+_MAX_POSITIONS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +103,52 @@ class WeightSource(Protocol):
     def get(self, name: str) -> NDArray[np.float32]:
         """The whole tensor in float32, row major. Raises WeightError or ModelFileError naming file and tensor."""
         ...
+
+
+def check_config(config: ModelConfig, source: str = "the configuration") -> None:
+    """Raise ModelConfigError for numbers that contradict each other or that no graph can be built from.
+
+    ``source``: what the error names, a loader's file.
+    """
+    _check_sizes(config, source)
+    ids = [*config.eos_ids, *([] if config.bos_id is None else [config.bos_id])]
+    outside = sorted(token for token in ids if token >= config.vocab_size)
+    if outside:
+        raise bad_config(
+            f"{source} names the special tokens {outside} in a vocabulary of {config.vocab_size}",
+            "ids below vocab_size",
+        )
+    if config.rope.kind not in KINDS:
+        raise bad_config(f"{source} has rope kind {config.rope.kind!r}", f"one of {', '.join(KINDS)}")
+    if config.rope.kind in ("llama3", "yarn") and config.rope.original_max_positions <= 0:
+        raise bad_config(
+            f"{source} has rope kind {config.rope.kind} without original_max_positions", "the original context length"
+        )
+    if config.rope.theta <= 1.0 or config.rope.factor <= 0.0:
+        raise bad_config(
+            f"{source} has rope theta={config.rope.theta}, factor={config.rope.factor}",
+            "theta above 1 and factor above 0",
+        )
+
+
+def _check_sizes(config: ModelConfig, source: str) -> None:
+    sizes = ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "ffn_size", "max_positions")
+    for name in sizes:
+        if getattr(config, name) <= 0:
+            raise bad_config(f"{source} has {name}={getattr(config, name)}", "a size above 0")
+    if config.heads % config.kv_heads:
+        raise bad_config(
+            f"{source} has {config.heads} query heads over {config.kv_heads} key/value heads",
+            "a whole number of query heads per key/value head",
+        )
+    if config.max_positions > _MAX_POSITIONS:
+        raise bad_config(f"{source} has a context of {config.max_positions} tokens", f"at most {_MAX_POSITIONS}")
+    if config.head_dim % 2:
+        raise bad_config(f"{source} has head dim {config.head_dim}", "an even head dim (rotary pairs)")
+    if config.norm_eps <= 0.0:
+        raise bad_config(f"{source} has norm_eps={config.norm_eps}", "a norm_eps above 0")
+
+
+def bad_config(found: str, expected: str) -> ModelConfigError:
+    """The error of a configuration that no graph can be built from."""
+    return ModelConfigError(found, expected, "correct the model's configuration file, or download it again")

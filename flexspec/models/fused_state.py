@@ -9,8 +9,8 @@ from __future__ import annotations
 from flexspec.builder import GraphBuilder
 from flexspec.errors import GraphError, ModelConfigError
 from flexspec.graph import Graph, Value
-from flexspec.models.config import Checkpoint, ModelConfig
-from flexspec.models.llama import check_config, decoder_layer
+from flexspec.models.config import Checkpoint, ModelConfig, check_config
+from flexspec.models.llama import decoder_layer
 from flexspec.models.registry import register_family
 from flexspec.types import DType, Role
 

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from flexspec.builder import GraphBuilder, StepInputs
-from flexspec.errors import ModelConfigError
 from flexspec.graph import Graph, Value
-from flexspec.models.config import Checkpoint, ModelConfig
+from flexspec.models.config import Checkpoint, ModelConfig, bad_config, check_config
 from flexspec.models.registry import register_family
-from flexspec.ops.rope import KINDS
 from flexspec.types import DType
 
 Mlp = Callable[[GraphBuilder, ModelConfig, Value, str], Value]  # (builder, config, rows [T,E], prefix) -> [T,E]
@@ -124,50 +122,10 @@ def linear(b: GraphBuilder, x: Value, part: str, width: int, biased: bool) -> Va
     return b.linear(x, weight, b.weight(f"{part}.bias", (width,)) if biased else None)
 
 
-def check_config(config: ModelConfig) -> None:
-    """Raise ModelConfigError for sizes or rotary settings that no graph can be built from."""
-    sizes = ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "ffn_size", "max_positions")
-    for field in sizes:
-        if getattr(config, field) <= 0:
-            raise bad_config(f"{field}={getattr(config, field)}", "a size above 0")
-    if config.heads % config.kv_heads:
-        raise bad_config(f"heads={config.heads}, kv_heads={config.kv_heads}", "heads that are a multiple of kv_heads")
-    if config.head_dim % 2:
-        raise bad_config(f"head_dim={config.head_dim}", "an even head_dim (rotary pairs)")
-    if config.norm_eps <= 0.0:
-        raise bad_config(f"norm_eps={config.norm_eps}", "a norm_eps above 0")
-    if config.rope.kind not in KINDS:
-        raise bad_config(f"rope kind {config.rope.kind!r}", f"one of {', '.join(KINDS)}")
-    if config.rope.kind in ("llama3", "yarn") and config.rope.original_max_positions <= 0:
-        raise bad_config(f"rope kind {config.rope.kind} without original_max_positions", "the original context length")
-    if config.rope.theta <= 1.0 or config.rope.factor <= 0.0:
-        raise bad_config(
-            f"rope theta={config.rope.theta}, factor={config.rope.factor}", "theta above 1 and factor above 0"
-        )
-
-
-def check_sliding_window(window: int | None, max_positions: int) -> None:
-    """Refuse a model that limits attention to a window shorter than its context; None or 0 is no window.
-
-    The loaders call it: a ModelConfig has no window, since every committed token is attended to.
-    """
-    if window and window < max_positions:
-        raise ModelConfigError(
-            f"sliding_window={window} with a context of {max_positions} tokens",
-            "full attention over the context",
-            f"load the model with max_positions of at most {window}, or use a model without a sliding window",
-        )
-
-
 def _check_taps(config: ModelConfig, taps: tuple[int, ...]) -> None:
     increasing = all(a < b for a, b in pairwise(taps))
     if not increasing or any(not 0 <= tap <= config.layers for tap in taps):
         raise bad_config(f"taps={taps}", f"increasing numbers of layers from 0 to {config.layers}")
-
-
-def bad_config(found: str, expected: str) -> ModelConfigError:
-    """The error of a configuration that no graph can be built from."""
-    return ModelConfigError(found, expected, "correct the model's configuration file")
 
 
 register_family("llama", build_llama, {"LlamaForCausalLM": Checkpoint(positions=2048)})

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from flexspec.builder import GraphBuilder
 from flexspec.graph import Graph, Value
-from flexspec.models.config import Checkpoint, ConfigKeys, ModelConfig
-from flexspec.models.llama import bad_config, build_decoder, swiglu_mlp
+from flexspec.models.config import Checkpoint, ConfigKeys, ModelConfig, bad_config
+from flexspec.models.llama import build_decoder, swiglu_mlp
 from flexspec.models.registry import register_family
 from flexspec.types import DType
 

@@ -109,7 +109,7 @@ def compile_model(
 
 def _check_pairing(llm: LoadedModel, ssms: Sequence[LoadedModel]) -> None:
     """An SSM with another vocabulary would draft wrong words for ever, silently (sglang#24051)."""
-    fused = [ssm for ssm in ssms if ssm.config.family == "fused_state"]
+    fused = [ssm for ssm in ssms if ssm.fused is not None]
     if len(fused) > 1:
         raise CompileError(
             f"{len(fused)} SSMs that read hidden states", "at most one", "give one of them, beside any plain SSMs"
@@ -144,8 +144,8 @@ def _parts(
     ssm_paths: Sequence[Path],
     options: CompileOptions,
 ) -> list[_Part]:
-    fused = next((ssm for ssm in ssms if ssm.config.family == "fused_state"), None)
-    taps = tuple(fused.extra["tap_layers"]) if fused else ()
+    fused = next((ssm for ssm in ssms if ssm.fused is not None), None)
+    taps = fused.fused.tap_layers if fused and fused.fused else ()
     plain = build_model(llm.config, options.dtype)
     check_weights(llm.weights, expected_weights(plain), llm_path)
     graph = graft_fuse_head(build_model(llm.config, options.dtype, taps=taps)) if fused else plain
@@ -153,7 +153,7 @@ def _parts(
     parts = [_part(LLM, llm, graph, lambda n: (head if n.startswith("fuse.") else llm.weights.get)(n), options)]
     for i, (ssm, path) in enumerate(zip(ssms, ssm_paths, strict=True)):
         name = "ssm" if i == 0 else f"ssm{i + 1}"
-        if ssm.config.family == "fused_state":
+        if ssm.fused is not None:
             parts.append(_fused_part(name, ssm, path, llm, graph, options))
         else:
             ssm_graph = build_model(ssm.config, options.dtype, name=name)
@@ -166,7 +166,8 @@ def _fused_part(
     name: str, ssm: LoadedModel, path: Path, llm: LoadedModel, llm_graph: Graph, options: CompileOptions
 ) -> _Part:
     """The hidden-state SSM: embedding and head rows are the LLM's own, the fuse head lives on the LLM's graph."""
-    graph = build_model(ssm.config, options.dtype, reduced_vocab_size=ssm.extra["reduced_vocab_size"], name=name)
+    graph = build_model(ssm.config, options.dtype, **ssm.build_options, name=name)
+    keep_ids = ssm.fused.keep_ids if ssm.fused else None
     lent = ("embed_tokens.weight", "lm_head.weight")
     wanted = {n: shape for n, shape in expected_weights(graph).items() if n not in lent}
     wanted |= {n: shape for n, shape in expected_weights(llm_graph).items() if n.startswith("fuse.")}
@@ -178,7 +179,7 @@ def _fused_part(
             return llm.weights.get(weight)
         if weight == "lm_head.weight":
             rows = llm.weights.get(head)
-            return rows[ssm.extra["keep_ids"]] if "keep_ids" in ssm.extra else rows
+            return rows if keep_ids is None else rows[keep_ids]
         return ssm.weights.get(weight)
 
     return _part(name, ssm, graph, get, options)
@@ -217,8 +218,7 @@ def _add_weights(writer: ArtifactWriter, parts: Sequence[_Part], progress: Progr
 
 
 def _share_key(part: _Part, entry: PackedWeight) -> str:
-    fused = part.model.config.family == "fused_state"
-    return entry.names[0] if fused and entry.kind == "matrix" and len(entry.names) == 1 else ""
+    return entry.names[0] if part.model.fused and entry.kind == "matrix" and len(entry.names) == 1 else ""
 
 
 def _add_program(writer: ArtifactWriter, part: _Part, options: CompileOptions, progress: Progress) -> dict[str, str]:
@@ -282,7 +282,7 @@ def _model_record(parts: Sequence[_Part], options: CompileOptions, gpu: GpuRecor
         dtype=options.dtype.value,
         bos_id=llm.config.bos_id,
         eos_ids=tuple(llm.config.eos_ids),
-        special_tokens=dict(llm.extra.get("special_tokens", {})),
+        special_tokens=dict(llm.special_tokens),
         models=tuple(_part_record(part) for part in parts),
         gpu=gpu,
     )
@@ -290,7 +290,7 @@ def _model_record(parts: Sequence[_Part], options: CompileOptions, gpu: GpuRecor
 
 def _part_record(part: _Part) -> PartRecord:
     config, facts = part.model.config, part.program.facts
-    keep = part.model.extra.get("keep_ids")
+    keep = part.model.fused.keep_ids if part.model.fused else None
     return PartRecord(
         name=part.name,
         family=config.family,

@@ -33,7 +33,7 @@ class _GenerationBlock(Extension):
 
 
 class ChatRenderer:
-    """One model's chat template with its special tokens (``LoadedModel.extra["special_tokens"]``)."""
+    """One model's chat template with its special tokens (``LoadedModel.special_tokens``)."""
 
     def __init__(self, template: str, specials: Mapping[str, str]) -> None:
         """Raises TokenizerError if the template does not compile."""

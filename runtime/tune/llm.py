@@ -5,7 +5,7 @@ from __future__ import annotations
 from flexspec.compiler.frontends.loaded_model import LoadedModel
 from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.errors import TokenizerError
-from flexspec.models.llama import build_llama
+from flexspec.models.registry import build_model
 from flexspec.runtime.executors.cpu import CpuExecutor
 from flexspec.runtime.text.chat import render_chat
 from flexspec.runtime.text.tokenizer import Tokenizer
@@ -24,8 +24,7 @@ def open_tokenizer(model: LoadedModel) -> tuple[Tokenizer, ChatFrame]:
         )  # fmt: skip
     config = model.config
     tokenizer = Tokenizer(model.tokenizer_json, config.eos_ids, config.bos_id)
-    special = model.extra.get("special_tokens", {})
-    rendered = render_chat(model.chat_template, [{"role": "user", "content": _PROBE}], True, **special)
+    rendered = render_chat(model.chat_template, [{"role": "user", "content": _PROBE}], True, **model.special_tokens)
     return tokenizer, ChatFrame.from_rendered(rendered, _PROBE)
 
 
@@ -33,5 +32,5 @@ def open_executor(
     model: LoadedModel, tap_layers: tuple[int, ...], *, pages: int, max_rows: int, threads: int
 ) -> CpuExecutor:
     """Generate, build and load the LLM's CPU program with its taps. Raises what compilation and weights raise."""
-    graph = run_passes(build_llama(model.config, DType.BF16, taps=tap_layers), LLM_PASSES)
+    graph = run_passes(build_model(model.config, DType.BF16, taps=tap_layers), LLM_PASSES)
     return CpuExecutor.from_graph(graph, model.weights.get, pages=pages, max_rows=max_rows, threads=threads)

@@ -35,6 +35,7 @@ def ssm_config(llm: ModelConfig) -> ModelConfig:
     return replace(
         llm, family="fused_state", layers=1, tied_embeddings=False,
         qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False,
+        experts=0, experts_per_token=0, expert_ffn_size=0, dense_layers=(),
     )  # fmt: skip
 
 
@@ -57,7 +58,10 @@ def initial_weights(config: ModelConfig, taps: int, llm: WeightSource, llm_layer
 
     The layer's outputs are scaled down, since they are made for a residual stream many times wider than this input, and
     so is the final norm: a start that is sure of wrong tokens (KL 35 for SmolLM2) spends its first steps on unlearning.
-    Biases and q/k norms of the LLM's layer are left out: the SSM has none. Raises what ``llm.get`` raises.
+    Biases and q/k norms of the LLM's layer are left out: the SSM has none. Where that layer is a mixture of experts the
+    SSM's one MLP starts as noise: no expert alone, nor their mean, computes what the layer does.
+
+    Raises what ``llm.get`` raises.
     """
     generator = torch.Generator().manual_seed(train.seed)
     e = config.hidden_size
@@ -66,8 +70,13 @@ def initial_weights(config: ModelConfig, taps: int, llm: WeightSource, llm_layer
         return torch.randn(e, e, generator=generator) * 0.01
 
     weights = {name: torch.ones(shape) for name, shape in weight_shapes(config, taps).items()}
+    known = set(llm.names())
     for name in (*_PROJECTIONS, *_NORMS):
-        weights[f"{LAYER}{name}.weight"] = torch.from_numpy(llm.get(f"layers.{llm_layers - 1}.{name}.weight").copy())
+        stored, ours = f"layers.{llm_layers - 1}.{name}.weight", f"{LAYER}{name}.weight"
+        if stored not in known and name.startswith("mlp."):
+            weights[ours] = torch.randn(weights[ours].shape, generator=generator) * e**-0.5
+        else:
+            weights[ours] = torch.from_numpy(llm.get(stored).copy())
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         weights[f"{LAYER}{name}.weight"] *= train.branch_scale
     weights["norm.weight"] = torch.from_numpy(llm.get("norm.weight").copy()) * train.norm_scale

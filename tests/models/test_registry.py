@@ -11,11 +11,10 @@ import pytest
 
 import flexspec.models
 from flexspec.compiler.frontends.huggingface import read_config
-from flexspec.compiler.frontends.settings import Settings
+from flexspec.compiler.frontends.settings import Settings, check_sliding_window
 from flexspec.errors import ModelConfigError
 from flexspec.models import registry
-from flexspec.models.config import ModelConfig
-from flexspec.models.llama import check_sliding_window
+from flexspec.models.config import ModelConfig, check_config
 from flexspec.models.registry import build_model, expected_weights, families
 from flexspec.ops.rope import RopeConfig
 from flexspec.types import DType
@@ -105,8 +104,11 @@ def test_expected_weights() -> None:
     ],
 )
 def test_bad_configurations_are_refused(config: ModelConfig) -> None:
-    with pytest.raises(ModelConfigError):
+    with pytest.raises(ModelConfigError, match="FS201: the configuration has ") as built:
         build_model(config, DType.F32)
+    with pytest.raises(ModelConfigError, match="FS201: dir/config.json has ") as loaded:
+        check_config(config, "dir/config.json")
+    assert built.value.expected == loaded.value.expected, "loaders and builders say the same"
 
 
 @pytest.mark.parametrize("taps", [(2, 1), (1, 1), (3,), (-1,)])

@@ -36,7 +36,7 @@ def test_llama_file_opens_as_the_model_it_was_made_from(tmp_path: Path) -> None:
     assert (config.bos_id, config.eos_ids) == (1, (2, 0))  # <|im_end|>, then <|endoftext|> by its text
     assert model.name == "tiny"
     assert model.source_hash == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert model.extra["special_tokens"] == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    assert model.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     check_weights(model.weights, expected_weights(build_model(config, DType.F32)), path)
     for name, array in weights.items():  # among them q and k, which the file holds in interleaved order
         np.testing.assert_array_equal(model.weights.get(name), array, err_msg=name)

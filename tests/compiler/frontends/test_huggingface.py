@@ -187,7 +187,7 @@ def test_generation_config_and_tokenizer_files(tmp_path: Path) -> None:
     assert model.config.eos_ids == (5, 2)
     assert model.tokenizer_json == b'{"model": {}}'
     assert model.chat_template == TEMPLATE
-    assert model.extra["special_tokens"] == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert model.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     (folder / "chat_template.jinja").write_text("from the file")
     assert open_model(folder).chat_template == "from the file"
     (folder / "tokenizer.json").unlink()
@@ -363,17 +363,15 @@ def test_ssm_folder(tmp_path: Path) -> None:
     keep = np.array([0, 7, 9, 299])
     write_safetensors(folder / "vocab_map.safetensors", {"keep_ids": ("I64", (4,), keep.tobytes())})
     model = open_model(folder)
-    assert (model.config.family, model.extra["tap_layers"], model.extra["reduced_vocab_size"]) == (
-        "fused_state",
-        (8, 18),
-        4,
-    )
-    np.testing.assert_array_equal(model.extra["keep_ids"], keep.astype(np.int32))
+    assert model.fused is not None and model.config.family == "fused_state"
+    assert (model.fused.tap_layers, model.fused.reduced_vocab_size) == ((8, 18), 4)
+    np.testing.assert_array_equal(model.fused.keep_ids, keep.astype(np.int32))
     (folder / "vocab_map.safetensors").unlink()
     inside = stored_f32(weights) | {"keep_ids": ("I32", (4,), keep.astype(np.int32).tobytes())}
     write_safetensors(folder / "model.safetensors", inside)
     model = open_model(folder)
-    np.testing.assert_array_equal(model.extra["keep_ids"], keep)
+    assert model.fused is not None
+    np.testing.assert_array_equal(model.fused.keep_ids, keep)
     assert "keep_ids" not in set(model.weights.names())
     for bad in ([0, 7, 7, 9], [0, 7, 9, 300], [-1, 7, 8, 9]):
         write_safetensors(folder / "vocab_map.safetensors", {"keep_ids": ("I64", (4,), np.array(bad).tobytes())})

@@ -154,7 +154,7 @@ class _Source:
     """A WeightSource of one value per tensor."""
 
     def names(self) -> list[str]:
-        return []
+        return [name.replace("layers.0.", "layers.2.") for name in weight_shapes(ssm_config(LLM), 3)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return weight_shapes(ssm_config(LLM), 3)[name.replace("layers.2.", "layers.0.")]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from flexspec.cli.main import main
@@ -16,11 +17,12 @@ from flexspec.compiler.artifact.ngram_table import load_table
 from flexspec.compiler.frontends.open_model import LoadedModel, open_model
 from flexspec.errors import TuneError
 from flexspec.models.fused_state import build_fused_state
-from flexspec.models.llama import build_llama
+from flexspec.models.registry import build_model
 from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.runtime.tune import export as export_module
 from flexspec.runtime.tune import run as run_module
 from flexspec.runtime.tune.config import GenerateConfig, TrainConfig, TuneConfig
+from flexspec.runtime.tune.llm import open_executor
 from flexspec.runtime.tune.run import tune
 from flexspec.types import DType, Role
 
@@ -66,7 +68,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _open_llm(model: LoadedModel, config: TuneConfig) -> ReferenceExecutor:
-    graph = build_llama(model.config, DType.F32, taps=config.tap_layers)
+    graph = build_model(model.config, DType.F32, taps=config.tap_layers)
     weights = {value.name: model.weights.get(value.name) for value in graph.inputs_of(Role.WEIGHT)}
     return ReferenceExecutor(graph, weights, 80, 128)
 
@@ -102,9 +104,10 @@ def test_a_killed_run_ends_with_the_same_bytes(llm: Path, made: Path, tmp_path: 
 
 def test_the_folder_loads_as_an_ssm(llm: Path, made: Path) -> None:
     ssm, source = open_model(made), open_model(llm)
-    assert ssm.config.family == "fused_state" and ssm.extra["tap_layers"] == (1,)
-    keep = ssm.extra["keep_ids"]
-    assert len(keep) == ssm.extra["reduced_vocab_size"] == 64 and len(set(keep.tolist())) == 64
+    assert ssm.config.family == "fused_state" and ssm.fused is not None and ssm.fused.tap_layers == (1,)
+    keep = ssm.fused.keep_ids
+    assert keep is not None
+    assert len(keep) == ssm.fused.reduced_vocab_size == 64 and len(set(keep.tolist())) == 64
     graph = build_fused_state(ssm.config, DType.BF16, reduced_vocab_size=64)
     needed = {v.name: v.type.dims for v in graph.inputs_of(Role.WEIGHT)}
     shared = {"embed_tokens.weight", "lm_head.weight"}
@@ -118,6 +121,28 @@ def test_the_folder_loads_as_an_ssm(llm: Path, made: Path) -> None:
     )
     assert executor.vocab_size == 64
     assert load_table(made / "ngram.safetensors")
+
+
+def test_a_mixture_of_experts_can_be_tuned_too(llm: Path, tmp_path: Path) -> None:
+    """Its program has taps as any other family's, and the SSM gets one MLP in place of the experts."""
+    folder = shutil.copytree(llm, tmp_path / "mixture")
+    changes = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
+    (folder / "config.json").write_text(json.dumps(json.loads((llm / "config.json").read_text()) | changes))
+    weights = load_file(llm / "model.safetensors")
+    for i in range(2):
+        experts = f"model.layers.{i}.block_sparse_moe"
+        for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
+            matrix = weights.pop(f"model.layers.{i}.mlp.{ours}_proj.weight")
+            weights |= {f"{experts}.experts.{x}.{theirs}.weight": matrix * (x + 1) for x in range(3)}
+        weights[f"{experts}.gate.weight"] = np.eye(3, 16, dtype=np.float32)
+    save_file(weights, folder / "model.safetensors")
+    _tune(folder, tmp_path / "out", tmp_path / "work")
+    ssm = open_model(tmp_path / "out")
+    assert (ssm.config.family, ssm.config.experts) == ("fused_state", 0)
+    assert ssm.weights.shape("layers.0.mlp.gate_proj.weight") == (24, 16)
+    executor = open_executor(open_model(folder), (1,), pages=2, max_rows=8, threads=1)
+    assert executor.facts.feature_columns == 2 * 16
+    executor.close()
 
 
 def test_card_and_settings_tell_how_it_was_made(llm: Path, made: Path) -> None:
