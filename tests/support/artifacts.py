@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny_models
+from built_once import built_once
 
 from flexspec.compiler.artifact.manifest import MANIFEST_NAME, FileEntry, decode_manifest, encode_manifest
 from flexspec.kernels.cpu.build import supported_isas
@@ -30,13 +31,22 @@ def write_models(folder: Path) -> tuple[Path, Path]:
 
 
 def compile_tiny(folder: Path, *, dtype: DType = DType.BF16, with_ssm: bool = True, draft: str = PLAN) -> Path:
-    """``folder``/tiny.fspec for the best instruction set here."""
+    """``folder``/tiny.fspec for the best instruction set here (or FLEXSPEC_CPU_ISA), compiled now."""
     llm, ssm = write_models(folder / "models")
     options = CompileOptions(dtype, isas=supported_isas()[:1], draft=draft)
     path, _ = compile_model(
         llm, [ssm] if with_ssm else [], folder / "tiny.fspec", options, argv=["flexspec", "compile", "tiny.gguf"]
     )
     return path
+
+
+def tiny_artifact(*, dtype: DType = DType.BF16, with_ssm: bool = True, draft: str = PLAN) -> Path:
+    """What ``compile_tiny`` makes, compiled once for all tests: for reading only."""
+
+    def make(folder: Path) -> None:
+        compile_tiny(folder, dtype=dtype, with_ssm=with_ssm, draft=draft)
+
+    return built_once("tiny", (dtype, with_ssm, draft, supported_isas()[0]), make) / "tiny.fspec"
 
 
 def changed_copy(artifact: Path, out: Path, name: str, change: Callable[[bytes], bytes], *, signed: bool) -> Path:
