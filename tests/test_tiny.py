@@ -22,8 +22,8 @@ from flexspec.compiler.frontends.open_model import open_model
 from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.graph import Graph, Value
 from flexspec.kernels.cpu.build import supported_isas
-from flexspec.models.config import RopeConfig
 from flexspec.models.registry import build_model
+from flexspec.ops.rope import RopeConfig
 from flexspec.runtime.engine.api import Delta
 from flexspec.runtime.open.engine import open_engine
 from flexspec.runtime.open.serve_options import ServeOptions

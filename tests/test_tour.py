@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from artifacts import VOCAB, compile_tiny, write_models
+from artifacts import VOCAB, tiny_artifact, write_models
 from prometheus_client import CollectorRegistry
 
 from flexspec.cli.main import main
@@ -85,9 +85,9 @@ def check(title: str, entered: list[str], *, skipped: set[str]) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_enters_what_the_tour_names(tmp_path: Path, temperature: float) -> None:
+def test_a_request_enters_what_the_tour_names(temperature: float) -> None:
     metrics = Metrics(CollectorRegistry())
-    served = open_engine(compile_tiny(tmp_path), ServeOptions(threads=1, measure=False), metrics)
+    served = open_engine(tiny_artifact(), ServeOptions(threads=1, measure=False), metrics)
     limits = Limits(served.context_tokens, VOCAB)
     app = create_app(served.engine, served.tokenizer, served.chat, "tiny", metrics, limits)
     body = {

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from artifacts import compile_tiny, write_models
+from artifacts import tiny_artifact, write_models
 from commands import command, environment, flexspec
 
 from flexspec.cli.main import COMMANDS, build_parser, main
@@ -22,8 +22,8 @@ BEST = supported_isas()[0]
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_tiny(tmp_path_factory.mktemp("made"))
+def artifact() -> Path:
+    return tiny_artifact()
 
 
 def test_compile_then_generate_with_and_without_speculation(tmp_path: Path, artifact: Path) -> None:

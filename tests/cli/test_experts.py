@@ -38,6 +38,7 @@ def write_mixtral(folder: Path) -> transformers.PreTrainedModel:
     return model
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_compile_and_serve(tmp_path: Path, dtype: str) -> None:
     """The SSM is the same mixture: it drafts what is accepted, one row at a time, and the LLM verifies many."""

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-from artifacts import changed_json
+from artifacts import PLAN, changed_json
 from commands import command, environment, flexspec, serving
 from rank_servers import (
     ENDS_WITHIN_S,
     OPTIONS,
+    PLANS,
     PROMPTS,
     STAGES,
     TIMEOUT_S,
-    compile_for_ranks,
+    artifacts_for_ranks,
     is_running,
     rank_processes,
     texts_of_one_rank,
@@ -29,10 +30,12 @@ from rank_servers import (
 from flexspec.errors import PlanError
 from flexspec.sampling import SamplingParams
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_for_ranks(tmp_path_factory.mktemp("ranks"))
+def folder() -> Path:
+    return artifacts_for_ranks(PLANS, PLAN)
 
 
 @pytest.fixture(scope="module")

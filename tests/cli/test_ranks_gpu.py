@@ -12,6 +12,8 @@ from commands import flexspec, serving
 from benchmarks import gpu_serve
 from flexspec.kernels.cpu.build import supported_isas
 
+pytestmark = pytest.mark.ranks
+
 PLANS = {
     "tensor": 'ssm = "all"\ndraft = "tree:2,2,1"\n[[stages]]\nblocks = 2\ndevices = [0, 1]\n',
     "pipeline": 'ssm = "last"\ndraft = "tree:2,2,1"\nmicro_batches = 2\n'

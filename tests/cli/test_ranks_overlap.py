@@ -6,21 +6,17 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
-from artifacts import VOCAB
 from commands import serving
-from rank_servers import rank_processes, texts_of_one_rank
-from tiny_models import random_weights, write_gguf, write_huggingface
+from rank_servers import artifacts_for_ranks, rank_processes, texts_of_one_rank
 
 from flexspec.compiler.artifact.plan import Plan, Stage
-from flexspec.kernels.cpu.build import supported_isas
-from flexspec.kernels.package.compile_model import CompileOptions, compile_model
 from flexspec.sampling import SamplingParams
-from flexspec.types import DType
+
+pytestmark = pytest.mark.ranks
 
 LADDER = ((2, "tree:1,2,1/sources=ssm"), (1 << 30, "chain:3/sources=ssm+suffix"))
 ONE, TP2, PP2 = (Stage(0, 2, (0,)),), (Stage(0, 2, (0, 1)),), (Stage(0, 1, (0,)), Stage(1, 2, (1,)))
@@ -37,15 +33,8 @@ TOKENS = 40
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One LLM, an SSM that is the same model (its drafts are accepted), and an artifact for each plan."""
-    made = tmp_path_factory.mktemp("overlap")
-    llm = write_gguf(made / "tiny.gguf", random_weights(VOCAB))
-    ssm = write_huggingface(made / "ssm", random_weights(VOCAB))
-    options = CompileOptions(DType.F32, isas=supported_isas()[:1], draft=LADDER[0][1])
-    for name, plan in PLANS.items():
-        compile_model(llm, [ssm], made / f"{name}.fspec", replace(options, plan=plan), argv=["flexspec", "compile"])
-    return made
+def folder() -> Path:
+    return artifacts_for_ranks(PLANS, LADDER[0][1])
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from artifacts import compile_tiny
+from artifacts import tiny_artifact
 from commands import Server, flexspec, serving
 from prometheus_client import CollectorRegistry
 
@@ -29,8 +29,8 @@ ASK = {"model": "tiny", "prompt": "hello 12 hello", "max_tokens": 60, "temperatu
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_tiny(tmp_path_factory.mktemp("made"))
+def artifact() -> Path:
+    return tiny_artifact()
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+from artifacts import PLAN
 from commands import environment
 from rank_servers import (
     ENDS_WITHIN_S,
     OPTIONS,
+    PLANS,
     PROMPTS,
     TIMEOUT_S,
-    compile_for_ranks,
+    artifacts_for_ranks,
     is_running,
     rank_processes,
     texts_of_one_rank,
@@ -28,14 +30,16 @@ from two_hosts import LINK, Host, two_hosts
 
 from flexspec.sampling import SamplingParams
 
+pytestmark = pytest.mark.ranks
+
 TOKENS = 40
 LONG = {"prompt": "hello", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 PORT = 8000  # nobody else is on these hosts
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_for_ranks(tmp_path_factory.mktemp("hosts"), ["tp2"]) / "tp2.fspec"
+def artifact() -> Path:
+    return artifacts_for_ranks(PLANS, PLAN) / "tp2.fspec"
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
+from real_model import MODEL, NEEDS_MODEL
 from step_models import chain_rows
 
 from flexspec.compiler.artifact.plan import Stage
@@ -18,15 +18,11 @@ from flexspec.runtime.executors.step import Executor
 from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.runtime.reference.ranks import ReferenceRanks
 from flexspec.types import DType
-from repository import ROOT
 
-MODEL = ROOT / "build/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT, TOKENS, PAGES = [504, 253, 2066, 284, 338, 11, 253, 1165, 282], 6, 2
 STAGES = [Stage(0, 13, (0, 1)), Stage(13, 30, (2,))]  # TP 2, then TP 1
 
-pytestmark = pytest.mark.skipif(
-    not MODEL.is_file(), reason=f"{MODEL.name} is not there: python benchmarks/fetch_model.py downloads it"
-)
+pytestmark = NEEDS_MODEL
 
 
 def greedy(executor: Executor) -> tuple[list[int], NDArray[np.float32]]:

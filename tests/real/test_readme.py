@@ -14,16 +14,14 @@ from pathlib import Path
 import httpx
 import pytest
 from commands import command, environment, flexspec
+from real_model import MODEL, NEEDS_MODEL
 
 from repository import ROOT
 
-MODEL = ROOT / "build/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 _ADDRESS = re.compile(r"on (http://127\.0\.0\.1:\d+)")
 _LONG = ("tune",)  # hours
 
-pytestmark = pytest.mark.skipif(
-    not MODEL.is_file(), reason=f"{MODEL.name} is not there: python benchmarks/fetch_model.py downloads it"
-)
+pytestmark = NEEDS_MODEL
 
 
 def readme_commands() -> list[list[str]]:

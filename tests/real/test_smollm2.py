@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from real_model import MODEL, NEEDS_MODEL
 from step_models import chain_rows, random_tree, tree_rows
 
 from benchmarks.measure import Answer, answer, answer_all
@@ -38,9 +39,7 @@ from flexspec.runtime.text.tokenizer import Detokenizer, Tokenizer
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree
 from flexspec.types import DType
-from repository import ROOT
 
-MODEL = ROOT / "build/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPTS = (
     "Name the three primary colours, then name them again in reverse order.",
     "def fibonacci(n):",
@@ -54,9 +53,7 @@ ANSWER_TOKENS = 24
 TOLERANCE = 1e-5
 Pair = tuple[CpuExecutor, transformers.LlamaForCausalLM, list[list[int]]]
 
-pytestmark = pytest.mark.skipif(
-    not MODEL.is_file(), reason=f"{MODEL.name} is not there: python benchmarks/fetch_model.py downloads it"
-)
+pytestmark = NEEDS_MODEL
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from artifacts import PLAN, VOCAB
+from built_once import built_once
 from tiny_models import random_weights, write_gguf, write_huggingface
 
 from flexspec.compiler.artifact.plan import Plan, Stage
@@ -24,19 +25,26 @@ STAGES = {
 }
 OPTIONS = ("--threads", "1", "--kv-tokens", "2048", "--no-checks")
 PROMPTS = ["hello 12 hello", "the world 12 12", "é 🎉 hello", "x"]
+PLANS = {name: Plan(stages, ((0,),), ((1 << 30, PLAN),), "hand") for name, stages in STAGES.items()}
 TIMEOUT_S = 120.0  # for a busy machine; nothing waits for it
 ENDS_WITHIN_S = 5.0
 
 
-def compile_for_ranks(made: Path, names: Sequence[str] = tuple(STAGES)) -> Path:
-    """One LLM, an SSM that is the same model (its drafts are accepted), and an artifact for each plan."""
-    llm = write_gguf(made / "tiny.gguf", random_weights(VOCAB))
-    ssm = write_huggingface(made / "ssm", random_weights(VOCAB))
-    options = CompileOptions(DType.F32, isas=supported_isas()[:1], draft=PLAN)
-    for name in names:
-        plan = Plan(STAGES[name], ((0,),), ((1 << 30, PLAN),), "hand")
-        compile_model(llm, [ssm], made / f"{name}.fspec", replace(options, plan=plan), argv=["flexspec", "compile"])
-    return made
+def artifacts_for_ranks(plans: Mapping[str, Plan], draft: str) -> Path:
+    """A folder with NAME.fspec for each plan: one LLM, and an SSM that is the same model (its drafts are accepted).
+
+    Compiled once for all tests: for reading only.
+    """
+    options = CompileOptions(DType.F32, isas=supported_isas()[:1], draft=draft)
+
+    def make(folder: Path) -> None:
+        llm = write_gguf(folder / "tiny.gguf", random_weights(VOCAB))
+        ssm = write_huggingface(folder / "ssm", random_weights(VOCAB))
+        for name, plan in plans.items():
+            out = folder / f"{name}.fspec"
+            compile_model(llm, [ssm], out, replace(options, plan=plan), argv=["flexspec", "compile"])
+
+    return built_once("ranks", (options, sorted(plans.items())), make)
 
 
 def texts_of_one_rank(artifact: Path, asked: Sequence[tuple[str, SamplingParams]]) -> list[str]:

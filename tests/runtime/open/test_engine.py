@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from artifacts import PLAN, VOCAB, changed_copy, changed_json, compile_tiny, write_models
+from artifacts import PLAN, VOCAB, changed_copy, changed_json, compile_tiny, tiny_artifact, write_models
 from engine_runs import Answer
 
 from flexspec.compiler.artifact.ngram_table import build_table, save_table
@@ -29,8 +29,8 @@ LIBRARY = f"kernels/cpu/llm/{BEST}.so"
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_tiny(tmp_path_factory.mktemp("made"))
+def artifact() -> Path:
+    return tiny_artifact()
 
 
 @contextmanager
@@ -50,8 +50,8 @@ def answer(served: Served, text: str, params: SamplingParams) -> Answer:
 
 
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.F32])
-def test_artifact_answers_the_same_with_every_draft(tmp_path: Path, artifact: Path, dtype: DType) -> None:
-    path = artifact if dtype is DType.BF16 else compile_tiny(tmp_path, dtype=dtype, with_ssm=False)
+def test_artifact_answers_the_same_with_every_draft(artifact: Path, dtype: DType) -> None:
+    path = artifact if dtype is DType.BF16 else tiny_artifact(dtype=dtype, with_ssm=False)
     drafts = ["off", "auto", "chain:4", "budget:20"] + ["tree:2,2", "budget:9/sources=ssm"] * (dtype is DType.BF16)
     params = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=20, temperature=1.0, seed=3)]
     texts = set()

@@ -22,8 +22,8 @@ MEMINFO = "MemTotal:       24000 kB\nMemFree:          100 kB\nMemAvailable:   2
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return artifacts.compile_tiny(tmp_path_factory.mktemp("memory"))
+def artifact() -> Path:
+    return artifacts.tiny_artifact()
 
 
 def test_serving_refuses_a_pool_that_the_machine_cannot_hold(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
