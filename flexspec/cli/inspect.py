@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parts(args: argparse.Namespace) -> str:
-    from flexspec.cli import inspect_parts as ranks
-    from flexspec.cli.inspect_page import show
+    from flexspec.cli.inspection import parts as ranks
+    from flexspec.cli.inspection.page import show
     from flexspec.compiler.planner.plan_file import read_plan
 
     if is_artifact(args.what):
@@ -107,7 +107,7 @@ def _emit(graph: Graph, form: str) -> str:
 
 
 def _page(args: argparse.Namespace) -> str:
-    from flexspec.cli import inspect_page as pages
+    from flexspec.cli.inspection import page as pages
 
     form = "lowered" if args.lowered else "canonical"
     if is_artifact(args.what):

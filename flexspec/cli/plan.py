@@ -65,12 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.machine == "list":
         return _list_machines()
-    from flexspec.cli.plan_options import check_options
+    from flexspec.cli.planning.options import check_options
 
     check_options(args)
     problem, acceptance = _problem(args)
     if args.compare is not None:
-        from flexspec.cli.compare import compare
+        from flexspec.cli.planning.compare import compare
 
         return compare(args, problem)
     if args.pareto:

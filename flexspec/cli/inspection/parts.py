@@ -13,7 +13,7 @@ from flexspec.errors import CompileError
 from flexspec.types import Role
 
 if TYPE_CHECKING:
-    from flexspec.cli.inspect_page import Page
+    from flexspec.cli.inspection.page import Page
     from flexspec.compiler.artifact.plan import Plan
     from flexspec.compiler.partition.rank_part import RankPart
     from flexspec.compiler.partition.shares import WeightSlice
@@ -44,7 +44,7 @@ def parts_page(parts: Sequence[RankPart], plan: Plan) -> Page:
 
 def rank_page(part: RankPart, plan: Plan, form: str) -> Page:
     """One rank: its graph, and how its weights are cut."""
-    from flexspec.cli.inspect_page import graph_page
+    from flexspec.cli.inspection.page import graph_page
 
     weights = [{"weight": each.name, "dims": _dims(each.dims()), "of": _dims(each.source_dims), "is": _cut(each)}
                for each in part.weights]  # fmt: skip
