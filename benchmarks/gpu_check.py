@@ -30,7 +30,7 @@ from benchmarks.gpu_timing import copy_bytes_per_s, gpu_target, kernels_for, tim
 
 if TYPE_CHECKING:
     from flexspec.graph import Graph
-    from flexspec.kernels.gpu.attention_check import Case
+    from flexspec.kernels.gpu.attention.check import Case
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +97,12 @@ def machine(device: str) -> dict[str, str]:
 
 
 def check_kernels(device: str) -> Iterator[Check]:
-    """Every case against float64; in the interpreter some: it is slow, and computes bf16 wrongly."""
+    """Every case of every kernel family against its reference; in the interpreter those that it can compute."""
     from flexspec.errors import CompileError
     from flexspec.kernels.gpu.aot import compile_variants
-    from flexspec.kernels.gpu.attention_check import TOLERANCE, covering_cases, edge_cases, error_of
-    from flexspec.types import DType
+    from flexspec.kernels.gpu.family import families
 
-    cases = list(covering_cases() + edge_cases())
-    if device == "cpu":
-        cases = [case for case in covering_cases() if case.dtype is DType.F32]
+    cases = [case for family in families().values() for case in family.cases(device == "cpu")]
     target = gpu_target() if device == "cuda" else None
     if target is not None:  # all at once, in as many processes as there are cores for
         print(f"compiling {len({case.variant() for case in cases})} variants for {target}", flush=True)
@@ -114,21 +111,18 @@ def check_kernels(device: str) -> Iterator[Check]:
         except CompileError as error:
             print(error)  # and the cases of that variant fail below
     for case in cases:
-        # Triton compiles what it launches once more, so from source only a part: all dtypes, large and small tiles.
-        from_source = case.head_dim == 128 or case in edge_cases()
-        name = f"{case.name} {case.dtype.value}"
         try:
-            launchers = kernels_for(case.variant(), device, from_source=from_source)
+            launchers = kernels_for(case.variant(), device, from_source=case.from_source)
         except CompileError:
-            yield Check(name, "none", float("inf"), TOLERANCE[case.dtype])
+            yield Check(case.label, "none", float("inf"), case.limit)
             continue
         for launcher, kernels in launchers.items():
-            yield Check(name, launcher, error_of(case, kernels, device), TOLERANCE[case.dtype])
+            yield Check(case.label, launcher, case.error(kernels, device), case.limit)
 
 
 def check_bits(device: str) -> Iterator[Check]:
     """A row's bits do not depend on the rows beside it: the error is the number of steps where they did."""
-    from flexspec.kernels.gpu.attention_check import bit_case, same_bits
+    from flexspec.kernels.gpu.attention.check import bit_case, same_bits
     from flexspec.types import DType
 
     cases: list[Case] = [bit_case()]

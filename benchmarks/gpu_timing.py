@@ -11,9 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from flexspec.kernels.gpu.attention_check import Case
-    from flexspec.kernels.gpu.launch import Kernels
-    from flexspec.kernels.gpu.spec import Variant
+    from flexspec.kernels.gpu.attention.check import Case
+    from flexspec.kernels.gpu.family import Kernels, Variant
 
 SHAPES = {"Llama 2 7B": (32, 32, 128), "Llama 3 8B": (32, 8, 128)}  # query heads, kv heads, head dim
 BATCHES, CONTEXTS, TREES = (1, 8), (512, 4096), (1, 16, 64)
@@ -39,7 +38,7 @@ def gpu_target() -> str | None:
     """The ahead-of-time target of this machine's GPU, if it is a known one."""
     import torch
 
-    from flexspec.kernels.gpu.spec import TARGETS
+    from flexspec.kernels.gpu.targets import TARGETS
 
     name = "sm_{}{}".format(*torch.cuda.get_device_capability())
     return name if name in TARGETS else None
@@ -48,12 +47,13 @@ def gpu_target() -> str | None:
 def kernels_for(variant: Variant, device: str, *, from_source: bool) -> dict[str, Kernels]:
     """The ways to launch a variant here: a binary compiled ahead of time, and if asked Triton's own launch."""
     from flexspec.kernels.gpu.aot import compile_variant
+    from flexspec.kernels.gpu.family import family_of
     from flexspec.kernels.gpu.launch import BinaryKernels, SourceKernels
-    from flexspec.kernels.gpu.spec import TileConfig
 
     target = gpu_target() if device == "cuda" else None
     if target is None:
-        return {"interpreter" if device == "cpu" else "source": SourceKernels(variant, TileConfig(32, 4, 2))}
+        plain = family_of(variant.family).plain_config
+        return {"interpreter" if device == "cpu" else "source": SourceKernels(variant, plain)}
     compiled = compile_variant(variant, target)
     launchers: dict[str, Kernels] = {"binary": BinaryKernels(compiled)}
     return launchers | ({"source": SourceKernels(variant, compiled.config)} if from_source else {})
@@ -113,13 +113,15 @@ def time_case(shape: str, batch: int, context: int, tree: int, copy: float, devi
     """Time one layer: our kernels over a paged cache, and SDPA over K/V that already lie together."""
     import torch
 
-    from flexspec.kernels.gpu.attention_check import Case, Part, make_inputs, scale_of
-    from flexspec.kernels.gpu.tree_attention import step_tables, tree_attention
+    from flexspec.kernels.gpu.attention.check import Case, RequestRows, make_inputs, scale_of
+    from flexspec.kernels.gpu.attention.launch import step_tables, tree_attention
     from flexspec.types import DType
 
     heads, kv_heads, head_dim = SHAPES[shape]
     tile = 64 if tree * heads // kv_heads > 16 else 16
-    case = Case(shape, heads, kv_heads, head_dim, (Part("tree", context, tree),) * batch, DType.BF16, row_tile=tile)
+    case = Case(
+        shape, heads, kv_heads, head_dim, (RequestRows("tree", context, tree),) * batch, DType.BF16, row_tile=tile
+    )
     inputs = make_inputs(case, 0, device)
     kernels = next(iter(kernels_for(case.variant(), device, from_source=False).values()))
     tables = step_tables(
@@ -148,15 +150,15 @@ def time_sdpa(case: Case, layers: int, device: str) -> float:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    batch, (part, *_) = len(case.parts), case.parts
-    keys = part.context + part.tokens
+    batch, (request, *_) = len(case.requests), case.requests
+    keys = request.context + request.tokens
 
     def random(heads: int, rows: int) -> torch.Tensor:
         return torch.randn(batch, heads, rows, case.head_dim, device=device, dtype=torch.bfloat16)
 
-    q = random(case.heads, part.tokens)
+    q = random(case.heads, request.tokens)
     caches = [(random(case.kv_heads, keys), random(case.kv_heads, keys)) for _ in range(layers)]
-    mask = torch.ones(part.tokens, keys, dtype=torch.bool, device=device).tril(part.context)
+    mask = torch.ones(request.tokens, keys, dtype=torch.bool, device=device).tril(request.context)
 
     def run() -> None:
         for k, v in caches:

@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))  # so that it also runs where flexspec is not installed
 
 from flexspec.kernels.gpu.aot import compile_variants, resource_rows, triton_version  # noqa: E402
+from flexspec.kernels.gpu.attention.variant import AttentionShape  # noqa: E402
 from flexspec.kernels.gpu.package import format_rows  # noqa: E402
-from flexspec.kernels.gpu.spec import AttentionShape  # noqa: E402
 from flexspec.types import DType  # noqa: E402
 
 SHAPES = (  # mode, query heads, kv heads, head dim, dtype, largest tree

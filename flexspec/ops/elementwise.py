@@ -61,7 +61,7 @@ ADD = register(
         bytes=io_bytes,
         layouts=(_REPLICATED, _SPLIT, TpLayout("partial", ("partial", "partial"), ("partial",), "all_reduce")),
         reference=_add,
-        kernel=KernelKey(cpu="rowwise", cpu_expr="x0 + x1"),
+        kernel=KernelKey(cpu="rowwise", triton="rowwise", expr="x0 + x1"),
     )
 )
 
@@ -75,6 +75,6 @@ SWIGLU = register(
         bytes=io_bytes,
         layouts=(_REPLICATED, _SPLIT),
         reference=_swiglu,
-        kernel=KernelKey(cpu="rowwise", cpu_expr="x0 / (1.0f + fs_exp(-x0)) * x1"),
+        kernel=KernelKey(cpu="rowwise", triton="rowwise", expr="x0 / (1.0f + fs_exp(-x0)) * x1"),
     )
 )

@@ -58,19 +58,20 @@ class TpLayout:
         return self.outputs[min(position, len(self.outputs) - 1)]
 
 
+REFERENCE = "torch"  # KernelKey.triton: the reference (cuBLAS through torch) is the kernel
+EXCHANGE = "exchange"  # KernelKey.triton: ranks meet in the node, and the executor's transport runs it
+
+
 @dataclass(frozen=True, slots=True)
 class KernelKey:
-    """Which kernel family runs the operator on each backend.
+    """Which kernel family runs the operator on each backend. An unknown key is an error when a model is compiled."""
 
-    ``cpu`` is a key of kernels/cpu/emit.py's EMITTERS, or "rowwise" with ``cpu_expr``: a C++ expression over ``x0`` and
-    ``x1``, vectors of 16 floats (templates/cpu/simd.h offers fs_exp, fs_tanh, vmax, vmin and ``mask ? a : b``), with
-    ``{name}`` for each attribute. ``triton`` names a Triton template, or "torch" when the reference (cuBLAS through
-    torch) is the kernel.
-    """
-
-    cpu: str
-    triton: str = "torch"
-    cpu_expr: str | None = None
+    cpu: str  # a key of kernels/cpu/emit.py's EMITTERS
+    triton: str = REFERENCE  # a family of kernels/gpu/families, REFERENCE or EXCHANGE
+    # What "rowwise", on either backend, computes for each element: an expression over the operands ``x0`` and ``x1``,
+    # with ``{name}`` for each attribute. In C++, where an operand is a vector of 16 floats, any expression of
+    # templates/cpu/simd.h; Triton has fs_exp, fs_tanh, vmax, vmin and ``mask ? a : b`` of it.
+    expr: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ def _failure(compiler: str, isa: str, source: str, done: subprocess.CompletedPro
     operator = _operator_at_fault(source, done.stderr)
     if operator is not None:
         return CompileError(
-            f"the cpu_expr of operator {operator} does not compile ({compiler}, {isa}):\n{words}\n",
+            f"the expr of operator {operator} does not compile ({compiler}, {isa}):\n{words}\n",
             "a C++ expression over x0 and x1",
             f"correct it in the record of {operator}; KernelKey in flexspec/ops/record.py lists what it may use",
         )
@@ -168,4 +168,4 @@ def _operator_at_fault(source: str, stderr: str) -> str | None:
     above = source.splitlines()[: int(place[1])]
     node = next((found for line in reversed(above) if (found := _NODE_COMMENT.match(line))), None)
     record = all_records().get(node[1]) if node else None
-    return record.name if record is not None and record.kernel.cpu_expr is not None else None
+    return record.name if record is not None and record.kernel.expr is not None else None

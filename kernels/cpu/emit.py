@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from flexspec.errors import CompileError
 from flexspec.graph import Node
-from flexspec.kernels.cpu.emitter import Emit, Emitter, record_expression
+from flexspec.kernels.cpu.emitter import Emit, Emitter
 from flexspec.kernels.cpu.exchange import embedding_share, exchange, send
 from flexspec.kernels.cpu.experts import moe_experts, router
 from flexspec.kernels.cpu.places import Place, kernel_of, row_count
+from flexspec.kernels.expression import record_expression
 from flexspec.ops.linear import group_parts
 from flexspec.types import Role
 

@@ -12,7 +12,6 @@ from flexspec.errors import CompileError
 from flexspec.graph import Graph, Node
 from flexspec.kernels.cpu.pack import PackedWeight
 from flexspec.kernels.cpu.places import Arena, Place, Roots, row_stride, width
-from flexspec.ops.record import record_of
 from flexspec.types import DType, Role
 
 BARRIER = "    c.team.barrier();"
@@ -123,35 +122,3 @@ class Emitter:
 
 
 Emit = Callable[[Emitter, int, Node], None]
-
-
-def record_expression(node: Node) -> str:
-    """The C++ expression of a row-wise operator, ``{name}`` replaced by the node's attribute of that name.
-
-    Raises CompileError when the record has none, or when it leaves out an attribute: the program would then compute
-    something else than the reference for every other value of it.
-    """
-    expression = record_of(node).kernel.cpu_expr
-    if expression is None:
-        raise CompileError(
-            f"operator {node.op} has the CPU kernel key 'rowwise' and no cpu_expr",
-            "a C++ expression over x0, x1",
-            "set cpu_expr in the operator's record",
-        )
-    for name, value in node.attrs:
-        mark = "{" + name + "}"
-        if mark not in expression:
-            raise CompileError(
-                f"operator {node.op} has the attribute {name}={value!r}, and its cpu_expr does not use it",
-                f"a cpu_expr with {mark} where the value belongs",
-                "write the attribute into the expression, or take it out of the record",
-            )
-        if isinstance(value, (str, tuple)):
-            raise CompileError(
-                f"attribute {name}={value!r} of the row-wise operator {node.op}",
-                "a number or a bool",
-                "give the operator a template of its own in kernels/templates/cpu",
-            )
-        number = f"{value!r}f" if isinstance(value, float) else str(int(value))
-        expression = expression.replace(mark, f"({number})")
-    return expression

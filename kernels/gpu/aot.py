@@ -1,4 +1,4 @@
-"""Compile generated attention kernels ahead of time for given GPUs, on a machine that needs none.
+"""Compile generated kernels ahead of time for given GPUs, on a machine that needs none.
 
 Owns the compile jobs, their cache and the budget check (no spills, shared memory within the device's limit). The
 compiler itself runs in gpu/worker.py; what is compiled is rendered by gpu/render.py.
@@ -21,18 +21,10 @@ from typing import Any
 
 from flexspec.errors import CompileError, ToolchainError
 from flexspec.exits import describe_exit
+from flexspec.kernels.gpu.family import Config, Variant, family_of
 from flexspec.kernels.gpu.render import render, source_key
-from flexspec.kernels.gpu.spec import (
-    MERGE_STAGES,
-    Target,
-    TileConfig,
-    Variant,
-    candidate_configs,
-    kernel_params,
-    target_of,
-)
+from flexspec.kernels.gpu.targets import Target, target_of
 
-ENTRIES = ("attend", "merge")
 _CACHE_FORMAT = 1
 _WORKER = ["-m", "flexspec.kernels.gpu.worker"]
 Progress = Callable[[str], None]
@@ -61,46 +53,44 @@ class CompiledKernel:
 
 @dataclass(frozen=True, slots=True)
 class CompiledVariant:
-    """A variant compiled for a target under the tile configuration that fitted: source, ``attend`` and ``merge``."""
+    """A variant compiled for a target under the configuration that fitted."""
 
     variant: Variant
-    config: TileConfig
+    config: Config
     target: Target
     triton_version: str
     source: str
-    attend: CompiledKernel
-    merge: CompiledKernel
+    kernels: dict[str, CompiledKernel]  # by entry, in the order of the family's entries
 
     def fits(self) -> bool:
-        return self.attend.resources.fits(self.target) and self.merge.resources.fits(self.target)
+        return all(kernel.resources.fits(self.target) for kernel in self.kernels.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One compilation: a variant under one tile configuration for one target."""
+    """One compilation: a variant under one configuration for one target."""
 
     variant: Variant
-    config: TileConfig
+    config: Config
     target: Target
     source: str
 
     def request(self) -> dict[str, Any]:
         """The worker's job record, and with the versions the cache key."""
-        schedule = {"attend": (self.config.warps, self.config.stages), "merge": (self.config.warps, MERGE_STAGES)}
         entries = [
             {
-                "name": name,
-                "params": [[p.name, p.kind] for p in kernel_params(name, self.variant.dtype)],
-                "warps": schedule[name][0],
-                "stages": schedule[name][1],
+                "name": entry.name,
+                "params": entry.signature(self.variant.dtype),
+                "warps": self.config.warps,
+                "stages": self.config.stages if entry.stages is None else entry.stages,
             }
-            for name in ENTRIES
+            for entry in family_of(self.variant.family).entries(self.variant)
         ]
         return {"target": self.target.name, "entries": entries}
 
 
 def compile_variant(
-    variant: Variant, target: str, *, config: TileConfig | None = None, cache_dir: Path | None = None
+    variant: Variant, target: str, *, config: Config | None = None, cache_dir: Path | None = None
 ) -> CompiledVariant:
     """Compile one variant for one target; ``config`` None takes the first candidate inside the budget.
 
@@ -123,13 +113,13 @@ def compile_variants(
     cache_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> tuple[CompiledVariant, ...]:
-    """Every variant for every target (variants outer), each under its first tile configuration inside the budget.
+    """Every variant for every target (variants outer), each under its first configuration inside the budget.
 
     Raises CompileError with the table of all that was tried when nothing fits.
     """
     folder = cache_dir or default_cache_dir()
     pairs = [(variant, target_of(name)) for variant in dict.fromkeys(variants) for name in dict.fromkeys(targets)]
-    queues = {pair: iter(candidate_configs(*pair)) for pair in pairs}
+    queues = {pair: iter(family_of(pair[0].family).configs(*pair)) for pair in pairs}
     tried: dict[tuple[Variant, Target], list[str]] = {pair: [] for pair in pairs}
     done: dict[tuple[Variant, Target], CompiledVariant] = {}
     while len(done) < len(pairs):  # one round = the next candidate of every pair that has none yet, in one worker
@@ -156,7 +146,7 @@ def resource_rows(compiled: Sequence[CompiledVariant]) -> list[dict[str, str | i
             "binary_bytes": len(kernel.binary),
         }
         for each in compiled
-        for kernel in (each.attend, each.merge)
+        for kernel in each.kernels.values()
     ]
 
 
@@ -177,7 +167,7 @@ def triton_version() -> str:
         raise ToolchainError("Triton is not installed", "triton >= 3.6", "pip install triton") from None
 
 
-def _next_job(pair: tuple[Variant, Target], queue: Iterator[TileConfig], tried: list[str]) -> _Job:
+def _next_job(pair: tuple[Variant, Target], queue: Iterator[Config], tried: list[str]) -> _Job:
     variant, target = pair
     config = next(queue, None)
     if config is None:
@@ -189,12 +179,12 @@ def _failure(variant: Variant, target: Target, table: str) -> CompileError:
     return CompileError(
         f"{variant.name} for {target.name} failed under every configuration: {table}\n",
         f"no spills and at most {target.shared_limit_bytes} bytes of shared memory",
-        "use a smaller row tile or fewer mask words (a smaller tree), or another Triton version",
+        "use a smaller --max-tree, or another Triton version",
     )
 
 
 def _row_text(compiled: CompiledVariant) -> str:
-    uses = [(kernel.meta["entry"], kernel.resources) for kernel in (compiled.attend, compiled.merge)]
+    uses = [(kernel.meta["entry"], kernel.resources) for kernel in compiled.kernels.values()]
     return "; ".join(
         f"{entry} {use.registers} registers, {use.spill_bytes} bytes spilled, {use.shared_bytes} bytes shared"
         for entry, use in uses
@@ -249,7 +239,7 @@ def _run_worker(jobs: dict[str, _Job], cache: Path, progress: Progress | None) -
         work = Path(work_name)
         lines = []
         for key, job in jobs.items():
-            path = work / f"attention_{source_key(job.source)}.py"
+            path = work / f"kernel_{source_key(job.source)}.py"
             path.write_text(job.source)
             lines.append(json.dumps({"id": key, "source_path": str(path), **job.request()}))
         (work / "jobs").write_text("\n".join(lines) + "\n")
@@ -301,6 +291,4 @@ def _read_cached(entry: Path, job: _Job, version: str) -> CompiledVariant:
         )
         for kernel in json.loads((entry / "result.json").read_text())
     }
-    return CompiledVariant(
-        job.variant, job.config, job.target, version, job.source, kernels["attend"], kernels["merge"]
-    )
+    return CompiledVariant(job.variant, job.config, job.target, version, job.source, kernels)

@@ -1,6 +1,6 @@
-"""Launch generated attention kernels: from source (Triton's compiler or interpreter) or from compiled binaries.
+"""Launch generated kernels: from source (Triton's compiler or interpreter) or from compiled binaries.
 
-Owns the two launchers and nothing of what the kernels mean; tree_attention.py builds their arguments. ``torch`` and
+Owns the two launchers and nothing of what the kernels mean; a family builds their arguments. ``torch`` and
 ``triton`` are imported by the launcher that needs them. Binaries go straight to the CUDA driver through ctypes, so
 that a machine serves from an artifact without a compiler.
 """
@@ -10,25 +10,15 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from flexspec.errors import ArtifactError, EngineError, ToolchainError
 from flexspec.kernels.gpu.aot import CompiledKernel, CompiledVariant, triton_version
+from flexspec.kernels.gpu.family import Config, Grid, Variant, family_of
 from flexspec.kernels.gpu.render import import_source, render
-from flexspec.kernels.gpu.spec import MERGE_STAGES, TileConfig, Variant
 
-Grid = tuple[int, int, int]
 _SHARED_BYTES_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED_LIMIT = 48 * 1024  # above it a kernel has to ask, CUDA C++ Programming Guide, "Shared Memory"
-
-
-class Kernels(Protocol):
-    """The two entry points of one variant. Arguments are torch tensors, ints and floats in the order of the ABI."""
-
-    variant: Variant
-    config: TileConfig
-
-    def launch(self, entry: str, grid: Grid, args: Sequence[Any]) -> None: ...
 
 
 def interpreting() -> bool:
@@ -42,14 +32,18 @@ class SourceKernels:
     Raises ToolchainError when Triton is not installed.
     """
 
-    def __init__(self, variant: Variant, config: TileConfig, source: str | None = None) -> None:
+    def __init__(self, variant: Variant, config: Config, source: str | None = None) -> None:
         triton_version()
         self.variant = variant
         self.config = config
         self._module = import_source(source or render(variant, config))
         self._options = {
-            "attend": {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True},
-            "merge": {"num_warps": config.warps, "num_stages": MERGE_STAGES, "enable_fp_fusion": True},
+            entry.name: {
+                "num_warps": config.warps,
+                "num_stages": config.stages if entry.stages is None else entry.stages,
+                "enable_fp_fusion": True,
+            }
+            for entry in family_of(variant.family).entries(variant)
         }
 
     def launch(self, entry: str, grid: Grid, args: Sequence[Any]) -> None:
@@ -72,11 +66,8 @@ class BinaryKernels:
         driver = load_driver()
         self._driver = driver
         self._context = _primary_context(driver)
-        self._functions = {
-            "attend": _load_function(driver, compiled.attend),
-            "merge": _load_function(driver, compiled.merge),
-        }
-        self._kernels = {"attend": compiled.attend, "merge": compiled.merge}
+        self._functions = {entry: _load_function(driver, kernel) for entry, kernel in compiled.kernels.items()}
+        self._kernels = compiled.kernels
 
     def launch(self, entry: str, grid: Grid, args: Sequence[Any]) -> None:
         import torch

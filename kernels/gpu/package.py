@@ -1,8 +1,7 @@
-"""The attention kernels of an artifact: write source, description and binaries; read them back on the GPU machine.
+"""The generated kernels of an artifact: write source, description and binaries; read them back on the GPU machine.
 
-Layout under ``kernels/``, one folder a variant: ``source.CONFIG.py``, ``TARGET.attend.bin``, ``TARGET.merge.bin`` and
-``meta.json``, which names the file, hash, launch facts and resources of each. Owns that layout; it neither compiles
-nor launches.
+Layout under ``kernels/``, one folder a variant: ``source.CONFIG.py``, ``TARGET.ENTRY.bin`` and ``meta.json``, which
+names the file, hash, launch facts and resources of each. Owns that layout; it neither compiles nor launches.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from flexspec.kernels.gpu.aot import (
     compile_variants,
     resource_rows,
 )
-from flexspec.kernels.gpu.spec import AttentionShape, TileConfig, Variant, target_of
+from flexspec.kernels.gpu.family import Variant, family_of
+from flexspec.kernels.gpu.targets import target_of
 
 FOLDER = "kernels"
 Emit = Callable[[str, bytes], object]
 ResourceRows = list[dict[str, str | int]]
 
 
-def package_attention(
-    shapes: Sequence[AttentionShape],
+def package_kernels(
+    variants: Sequence[Variant],
     targets: Sequence[str],
     out: Emit | Path,
     *,
     cache_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> ResourceRows:
-    """Compile what ``shapes`` need for ``targets`` and hand every file to ``out`` (relative path, bytes), or a folder.
+    """Compile ``variants`` for ``targets`` and hand every file to ``out`` (relative path, bytes), or a folder.
 
-    Returns the resource table as rows. The files depend on shapes, targets and Triton's version only. Raises
+    Returns the resource table as rows. The files depend on variants, targets and Triton's version only. Raises
     CompileError and ToolchainError as ``compile_variants`` does.
     """
     emit = _writer(out) if isinstance(out, Path) else out
-    variants = [shape.variant() for shape in shapes]
     compiled = compile_variants(variants, targets, cache_dir=cache_dir, progress=progress)
     for variant in dict.fromkeys(variants):
         _emit_variant(variant, [each for each in compiled if each.variant == variant], emit)
@@ -69,10 +68,8 @@ def read_packaged(variant: Variant, target: str, read: Callable[[str], bytes]) -
         entry: CompiledKernel(_read_checked(read, folder, each), each["meta"], Resources(**each["resources"]))
         for entry, each in record["kernels"].items()
     }
-    return CompiledVariant(
-        variant, TileConfig(**record["config"]), target_of(target), record["triton"], source,
-        kernels["attend"], kernels["merge"],
-    )  # fmt: skip
+    config = family_of(variant.family).config_type(**record["config"])
+    return CompiledVariant(variant, config, target_of(target), record["triton"], source, kernels)
 
 
 def format_rows(rows: ResourceRows) -> str:
@@ -94,7 +91,7 @@ def _emit_variant(variant: Variant, compiled: Sequence[CompiledVariant], emit: E
         source_file = f"source.{each.config.name}.py"
         sources[source_file] = each.source.encode()
         kernels = {}
-        for entry, kernel in (("attend", each.attend), ("merge", each.merge)):
+        for entry, kernel in each.kernels.items():
             file = f"{each.target.name}.{entry}.bin"
             emit(f"{folder}/{file}", kernel.binary)
             description = {"meta": kernel.meta, "resources": asdict(kernel.resources)}
@@ -107,7 +104,8 @@ def _emit_variant(variant: Variant, compiled: Sequence[CompiledVariant], emit: E
         }
     for file, text in sorted(sources.items()):
         emit(f"{folder}/{file}", text)
-    meta = {"variant": asdict(variant) | {"dtype": variant.dtype.value}, "targets": targets}
+    parameters = asdict(variant) | {"dtype": variant.dtype.value}
+    meta = {"family": variant.family, "variant": parameters, "targets": targets}
     emit(f"{folder}/meta.json", (json.dumps(meta, sort_keys=True, indent=1) + "\n").encode())
 
 

@@ -1,7 +1,6 @@
-"""Render the attention template to Triton source text, and import such a text as a module.
+"""Render the template of a kernel family to Triton source text, and import such a text as a module.
 
-Owns the template's parameters; the kernel itself is in templates/triton/attention.py.j2. Neither Triton nor torch is
-imported by rendering.
+Neither Triton nor torch is imported by rendering. Templates are in templates/triton.
 """
 
 from __future__ import annotations
@@ -16,27 +15,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from flexspec.kernels.gpu.spec import TileConfig, Variant, dim_parts
-from flexspec.types import DType
+from flexspec.kernels.gpu.family import Config, Variant, family_of
 
 if TYPE_CHECKING:
     import jinja2
 
 TEMPLATES = Path(__file__).parents[1] / "templates" / "triton"
-MERGE_ROWS = 16  # rows of one `merge` program
 
 
-def render(variant: Variant, config: TileConfig) -> str:
-    """The source of one variant: a Triton module with the kernels ``attend`` and ``merge``. A pure function."""
-    title = {
-        "tree_verify": "Tree attention of an LLM's verify step over a paged KV cache",
-        "incremental": "Attention of an SSM's incremental step over a paged KV cache",
-    }[variant.mode]
-    # Triton's default for float32 operands is tf32, which is not what a float32 model asks for.
-    precision = ', input_precision="ieee"' if variant.dtype is DType.F32 else ""
-    text = _environment().get_template("attention.py.j2").render(
-        title=title, v=variant, c=config, parts=dim_parts(variant.head_dim), precision=precision, merge_rows=MERGE_ROWS
-    )  # fmt: skip
+def render(variant: Variant, config: Config) -> str:
+    """The source of one variant: a Triton module with the kernels of its family. A pure function."""
+    family = family_of(variant.family)
+    text = _environment().get_template(family.template).render(family.values(variant, config), v=variant, c=config)
     return text if text.endswith("\n") else text + "\n"
 
 

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flexspec.kernels.gpu.spec import Target, target_of
+from flexspec.kernels.gpu.targets import Target, target_of
 
 
 def main(jobs_file: str, out_folder: str) -> None:

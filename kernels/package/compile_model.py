@@ -28,7 +28,7 @@ from flexspec.kernels.cpu.build import build_path, find_compiler, header_files, 
 from flexspec.kernels.cpu.check import seeded_digest
 from flexspec.kernels.cpu.pack import GetWeight, PackedWeight, pack
 from flexspec.kernels.cpu.render import CpuProgram, render
-from flexspec.kernels.gpu.spec import target_of
+from flexspec.kernels.gpu.targets import target_of
 from flexspec.kernels.package.ranks import add_ranks
 from flexspec.models.fused_state import graft_fuse_head
 from flexspec.models.registry import build_model, expected_weights

@@ -1,4 +1,4 @@
-"""What an artifact stores for GPUs: attention kernels of every target, and weights as the graphs name them.
+"""What an artifact stores for GPUs: generated kernels of every target, and weights as the graphs name them.
 
 The CPU programs read weights that are packed for their tiles; on a GPU a graph's matrix products run through torch,
 which takes them as they are. Owns ``weights/NAME.canonical.safetensors``; the kernels are gpu/package.py's.
@@ -17,8 +17,8 @@ from flexspec.compiler.artifact.model_record import GpuRecord
 from flexspec.compiler.artifact.write import ArtifactWriter
 from flexspec.graph import Graph
 from flexspec.kernels.cpu.pack import GetWeight, to_bf16_bits
-from flexspec.kernels.gpu.package import ResourceRows, package_attention
-from flexspec.kernels.gpu.spec import attention_shapes
+from flexspec.kernels.gpu.family import kernel_variants
+from flexspec.kernels.gpu.package import ResourceRows, package_kernels
 from flexspec.types import DType, Role
 
 _NUMPY_DTYPES = {DType.F32: np.float32, DType.F16: np.float16}
@@ -45,12 +45,12 @@ def add_gpu_parts(
     """Compile and store the kernels, then the weights; returns the kernels' resource table and model.json's part.
 
     ``rank_graphs``: parts of the LLM whose kernels are stored too (their weights are package/ranks.py's). Raises
-    CompileError for an unknown target or a shape that no kernel serves, ToolchainError without Triton.
+    CompileError for an unknown target or a node that its kernel family cannot serve, ToolchainError without Triton.
     """
     graphs = [*(model.graph for model in models), *rank_graphs]
-    shapes = [shape for graph in graphs for shape in attention_shapes(graph, max_tree_tokens).values()]
+    variants = [variant for graph in graphs for variant in kernel_variants(graph, max_tree_tokens).values()]
     progress("compiling GPU kernels", 0, len(targets))
-    rows = package_attention(shapes, targets, writer.add_bytes)
+    rows = package_kernels(variants, targets, writer.add_bytes)
     progress("compiling GPU kernels", len(targets), len(targets))
     stored: dict[str, Place] = {}
     weights = {}

@@ -17,7 +17,7 @@ from flexspec.runtime.executors.step import StepBatch
 
 if TYPE_CHECKING:
     from flexspec.kernels.gpu.aot import CompiledVariant
-    from flexspec.kernels.gpu.spec import Variant
+    from flexspec.kernels.gpu.family import Variant
 
 
 class Shard(Protocol):

@@ -1,15 +1,15 @@
-"""An Executor on a GPU: attention by the generated Triton kernels, everything else by torch.
+"""An Executor on a GPU: generated Triton kernels where an operator has one, torch for everything else.
 
 Legend: T rows, R requests, L logit rows, E hidden, V vocab, P pages, G kv heads, H query heads, D head dim. Owns the
-pool, the weights on the device and the walk over a step graph. Operators whose record names the ``tree_attention``
-kernel run on it; the others run on the torch references of their records. With TRITON_INTERPRET=1 the same code runs on
+pool, the weights on the device and the walk over a step graph. Operators whose record names a kernel family run on its
+kernels; the others run on the torch references of their records. With TRITON_INTERPRET=1 the same code runs on
 the CPU: slow, for tests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,15 @@ from numpy.typing import NDArray
 from flexspec.errors import CompileError, ToolchainError, WeightError
 from flexspec.graph import Attr, Graph, Node
 from flexspec.kernels.gpu.aot import CompiledVariant, compile_variant
-from flexspec.kernels.gpu.launch import BinaryKernels, Kernels, SourceKernels, interpreting
-from flexspec.kernels.gpu.spec import TARGETS, AttentionShape, TileConfig, Variant, attention_shapes
-from flexspec.kernels.gpu.tree_attention import SPLIT_KEYS, StepTables, step_tables, tree_attention
+from flexspec.kernels.gpu.attention.launch import SPLIT_KEYS
+from flexspec.kernels.gpu.family import Config, Kernels, KernelStep, Run, Variant, family_of, kernel_variants
+from flexspec.kernels.gpu.launch import BinaryKernels, SourceKernels, interpreting
+from flexspec.kernels.gpu.targets import TARGETS
 from flexspec.kernels.reference import TORCH_DTYPES
 from flexspec.ops.record import Reference, record_of
 from flexspec.runtime.executors.step import StepBatch, StepResult
 from flexspec.runtime.executors.top_successors import top_successors
 from flexspec.types import DType, Role
-
-_PLAIN_CONFIG = TileConfig(32, 4, 2)  # for the interpreter, and for GPUs no budget is known of
-
 
 # A node where ranks meet and this rank's operands -> its result.
 Exchange = Callable[[Node, Sequence[torch.Tensor]], torch.Tensor]
@@ -37,13 +35,13 @@ Exchange = Callable[[Node, Sequence[torch.Tensor]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Instruction:
-    """One node made ready: the kernel's attention if ``shape`` is given, else the operator's reference."""
+    """One node made ready: the kernels of ``variant`` where its operator has some, else the operator's reference."""
 
     node: Node
     attrs: dict[str, Attr]
     reference: Reference
-    shape: AttentionShape | None
-    scale: float
+    variant: Variant | None
+    run: Run[Any] | None  # of the variant's family
     dead: tuple[str, ...]  # values nobody reads after it
     meets: bool  # ranks meet in it
 
@@ -104,11 +102,11 @@ class TritonExecutor:
         """As ``step``; None from a rank without logits. Raises what ``exchange`` raises, too."""
         assert 0 < len(batch.ids_T) <= self.max_rows, f"{len(batch.ids_T)} rows, at most {self.max_rows}"
         values = self._step_inputs(batch) | self._weights | self._caches
-        attend = self._attention_of(batch)
+        step = KernelStep(batch, self.device, self._split_keys)
         for each in self._program:
             inputs = [values[name] for name in each.node.inputs]
-            if each.shape is not None:
-                results = attend(each.shape, inputs, each.scale)
+            if each.run is not None:
+                results = each.run(self._kernels_for, each.variant, each.attrs, inputs, step)
             elif each.meets:
                 assert self._exchange is not None
                 results = (self._exchange(each.node, inputs),)
@@ -157,37 +155,6 @@ class TritonExecutor:
         self._weights.clear()
         self._kernels.clear()
 
-    def _attention_of(
-        self, batch: StepBatch
-    ) -> Callable[[AttentionShape, Sequence[torch.Tensor], float], tuple[torch.Tensor, ...]]:
-        """Attention for this step: writes K/V through the page table, then launches the kernels of the shape."""
-        slots_T = self._index(batch.slots())
-        ready: dict[AttentionShape, tuple[Kernels, StepTables]] = {}
-
-        def attend(shape: AttentionShape, inputs: Sequence[torch.Tensor], scale: float) -> tuple[torch.Tensor, ...]:
-            q, k, v, k_cache, v_cache = inputs[:5]
-            if shape not in ready:
-                variant = shape.variant()
-                words = max(variant.mask_words, batch.ancestors_TW.shape[1])
-                kernels = self._kernels_for(replace(variant, mask_words=words))
-                ready[shape] = kernels, self._tables(kernels.variant, batch)
-            k_cache.flatten(0, 1).index_put_((slots_T,), k)
-            v_cache.flatten(0, 1).index_put_((slots_T,), v)
-            return (
-                tree_attention(ready[shape][0], q.contiguous(), k_cache, v_cache, ready[shape][1], scale),
-                k_cache,
-                v_cache,
-            )
-
-        return attend
-
-    def _tables(self, variant: Variant, batch: StepBatch) -> StepTables:
-        missing = variant.mask_words - batch.ancestors_TW.shape[1]  # one kernel for all steps, so for small trees too
-        return step_tables(
-            variant, batch.page_table_RB, batch.starts_R1, batch.contexts_R, batch.causal_R,
-            np.pad(batch.ancestors_TW, ((0, 0), (0, missing))), self.device, split_keys=self._split_keys,
-        )  # fmt: skip
-
     def _kernels_for(self, variant: Variant) -> Kernels:
         if variant not in self._kernels:
             compiled = self._compiled.get(variant)
@@ -218,26 +185,26 @@ class TritonExecutor:
 def _instructions(graph: Graph, max_tree_tokens: int, *, alone: bool) -> tuple[_Instruction, ...]:
     last = {name: at for at, node in enumerate(graph.nodes) for name in node.inputs}
     kept = {*graph.outputs, *(value.name for value in graph.inputs)}
-    shapes = attention_shapes(graph, max_tree_tokens)
+    variants = kernel_variants(graph, max_tree_tokens)
     program = []
     for at, node in enumerate(graph.nodes):
         record, attrs = record_of(node), dict(node.attrs)
         if record.exchange and alone:  # its reference wants the operands of all ranks
             raise CompileError(f"graph {graph.name} meets other ranks at a {node.op}", "one rank", "plan one rank")
-        scale = attrs.get("scale")
         names = {*node.inputs, *(value.name for value in node.outputs)} - kept
         dead = tuple(sorted(name for name in names if last.get(name, at) <= at))
-        scale = scale if isinstance(scale, float) else 1.0
-        program.append(_Instruction(node, attrs, record.reference, shapes.get(at), scale, dead, record.exchange))
+        variant = variants.get(at)
+        run = None if variant is None else family_of(variant.family).run
+        program.append(_Instruction(node, attrs, record.reference, variant, run, dead, record.exchange))
     return tuple(program)
 
 
-def _config_for(variant: Variant, device: torch.device) -> TileConfig:
-    """The tile configuration that fits this GPU: the one the budget check of its target takes."""
-    if device.type == "cpu":
-        return _PLAIN_CONFIG
-    name = gpu_architecture(device)
-    return compile_variant(variant, name).config if name in TARGETS else _PLAIN_CONFIG
+def _config_for(variant: Variant, device: torch.device) -> Config:
+    """The configuration that fits this GPU: the one the budget check of its target takes."""
+    if device.type != "cpu" and (name := gpu_architecture(device)) in TARGETS:
+        return compile_variant(variant, name).config
+    plain: Config = family_of(variant.family).plain_config
+    return plain
 
 
 def gpu_architecture(device: torch.device | str = "cuda") -> str:

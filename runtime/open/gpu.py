@@ -19,8 +19,9 @@ from flexspec.compiler.artifact.tensor_file import AnyArray
 from flexspec.errors import ArtifactError, CapacityError, ToolchainError
 from flexspec.graph import Graph
 from flexspec.kernels.gpu.aot import CompiledVariant
+from flexspec.kernels.gpu.family import Variant, kernel_variants
 from flexspec.kernels.gpu.package import read_packaged
-from flexspec.kernels.gpu.spec import TARGETS, Variant, attention_shapes
+from flexspec.kernels.gpu.targets import TARGETS
 from flexspec.runtime.distributed.shards import TritonShard
 from flexspec.runtime.executors.triton import TritonExecutor, gpu_architecture
 from flexspec.text import parse_graph
@@ -72,10 +73,10 @@ class GpuModels:
         return graph
 
     def _kernels(self, graph: Graph) -> dict[Variant, CompiledVariant]:
-        shapes = attention_shapes(graph, self.record.max_tree_tokens).values()
+        variants = kernel_variants(graph, self.record.max_tree_tokens).values()
         return {
             variant: read_packaged(variant, self.target, self.artifact.read_bytes)
-            for variant in dict.fromkeys(shape.variant() for shape in shapes)
+            for variant in dict.fromkeys(variants)
         }
 
     def _check_sizes(self, part: PartRecord, graph: Graph) -> None:

@@ -45,7 +45,7 @@ register(
     OpRecord(
         name="soft_cap", doc="bound * tanh(x / bound).", arity=(1, 1), shape=_shape, flops=flops_per_element(3),
         bytes=io_bytes, layouts=(TpLayout("replicated", (None,), (None,)), TpLayout("split", (1,), (1,))),
-        reference=_reference, kernel=KernelKey(cpu="rowwise", cpu_expr="{bound} * fs_tanh(x0 / {bound})"),
+        reference=_reference, kernel=KernelKey(cpu="rowwise", expr="{bound} * fs_tanh(x0 / {bound})"),
         attrs={"bound": float},
     )
 )
@@ -114,9 +114,9 @@ def test_cpu_uses_the_attributes_of_a_row_wise_operator(bound: float) -> None:
 @pytest.mark.usefixtures("soft_cap")
 def test_an_expression_that_leaves_out_an_attribute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = _capped_model(2.0)
-    fixed = replace(record.record_of("soft_cap"), kernel=record.KernelKey("rowwise", cpu_expr="30.0f * fs_tanh(x0)"))
+    fixed = replace(record.record_of("soft_cap"), kernel=record.KernelKey("rowwise", expr="30.0f * fs_tanh(x0)"))
     monkeypatch.setitem(record._RECORDS, "soft_cap", fixed)
-    with pytest.raises(CompileError, match="attribute bound=2.0, and its cpu_expr does not use it"):
+    with pytest.raises(CompileError, match="attribute bound=2.0, and its expr does not use it"):
         render(graph)
 
 

@@ -316,5 +316,5 @@ def test_kernel_keys() -> None:
     keys = {name: record.kernel for name, record in all_records().items()}
     assert keys["attention"] == KernelKey(cpu="attention", triton="tree_attention")
     assert {"add", "swiglu"} <= {name for name, key in keys.items() if key.cpu == "rowwise"}
-    assert all((key.cpu_expr is not None) == (key.cpu == "rowwise") for key in keys.values())
+    assert all((key.expr is not None) == (key.cpu == "rowwise") for key in keys.values())
     assert all(isinstance(record, OpRecord) and record.doc for record in all_records().values())

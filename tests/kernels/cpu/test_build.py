@@ -97,10 +97,10 @@ def test_exits_are_named() -> None:
 
 def test_an_operator_whose_expression_is_wrong_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(layers=1)
-    broken = replace(record_of("add"), kernel=KernelKey("rowwise", cpu_expr="x0 + fs_cosh(x1)"))
+    broken = replace(record_of("add"), kernel=KernelKey("rowwise", expr="x0 + fs_cosh(x1)"))
     graph = build_model(config, DType.F32)  # unfused: the residual connections are row-wise adds
     monkeypatch.setitem(record._RECORDS, "add", broken)
-    with pytest.raises(CompileError, match="(?s)cpu_expr of operator add does not compile.*fs_cosh"):
+    with pytest.raises(CompileError, match="(?s)expr of operator add does not compile.*fs_cosh"):
         cpu_build.build_path(render(graph).source, "generic")
 
 

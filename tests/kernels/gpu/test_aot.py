@@ -10,11 +10,12 @@ from flexspec.errors import ArtifactError, CompileError, ToolchainError
 from flexspec.kernels.gpu import aot as triton_aot
 from flexspec.kernels.gpu import package as triton_package
 from flexspec.kernels.gpu.aot import CompiledKernel, CompiledVariant, Resources, compile_variant, compile_variants
-from flexspec.kernels.gpu.package import format_rows, package_attention, read_packaged
-from flexspec.kernels.gpu.spec import AttentionShape, TileConfig, Variant, candidate_configs, target_of
+from flexspec.kernels.gpu.attention.variant import AttentionVariant, TileConfig, candidate_configs
+from flexspec.kernels.gpu.package import format_rows, package_kernels, read_packaged
+from flexspec.kernels.gpu.targets import target_of
 from flexspec.types import DType
 
-SMALL = Variant("incremental", 32, 1, 1, DType.BF16, 16)  # the quickest to compile
+SMALL = AttentionVariant("incremental", 32, 1, 1, DType.BF16, 16)  # the quickest to compile
 TARGETS = ["sm_80", "sm_90", "gfx942"]
 
 
@@ -34,13 +35,13 @@ def test_binaries_fit_every_target(compiled: tuple[CompiledVariant, ...]) -> Non
     assert [each.target.name for each in compiled] == TARGETS
     for each in compiled:
         assert each.fits() and each.config == candidate_configs(SMALL, each.target)[0]
-        for kernel in (each.attend, each.merge):
+        for kernel in each.kernels.values():
             assert kernel.binary.startswith(b"\x7fELF")
             assert 16 <= kernel.resources.registers <= 512
             assert kernel.meta["symbol"] == kernel.meta["entry"]
             assert kernel.meta["global_scratch_bytes"] == kernel.meta["profile_scratch_bytes"] == 0
-        assert each.attend.resources.shared_bytes > 0
-        assert [name for name, _ in each.attend.meta["params"]][:3] == ["q", "k_cache", "v_cache"]
+        assert each.kernels["attend"].resources.shared_bytes > 0
+        assert [name for name, _ in each.kernels["attend"].meta["params"]][:3] == ["q", "k_cache", "v_cache"]
 
 
 def test_second_compilation_reads_the_cache(
@@ -64,8 +65,7 @@ def test_binaries_are_the_same_bytes_from_another_folder(compiled: tuple[Compile
 def test_package_holds_all_an_artifact_needs(
     compiled: tuple[CompiledVariant, ...], cache: Path, tmp_path: Path
 ) -> None:
-    shape = AttentionShape("incremental", 4, 4, 32, DType.BF16, 1)
-    rows = package_attention([shape, shape], TARGETS, tmp_path, cache_dir=cache)
+    rows = package_kernels([SMALL, SMALL], TARGETS, tmp_path, cache_dir=cache)
     assert len(rows) == 2 * len(TARGETS) and all(row["spill_bytes"] == 0 for row in rows)
     table = format_rows(rows).splitlines()
     assert table[0].split()[:3] == ["variant", "target", "kernel"] and len(table) == 1 + len(rows)
@@ -85,9 +85,7 @@ def test_package_without_the_target_or_with_a_damaged_file_is_refused(
     compiled: tuple[CompiledVariant, ...], cache: Path
 ) -> None:
     files: dict[str, bytes] = {}
-    package_attention(
-        [AttentionShape("incremental", 1, 1, 32, DType.BF16, 1)], ["sm_90"], files.__setitem__, cache_dir=cache
-    )
+    package_kernels([SMALL], ["sm_90"], files.__setitem__, cache_dir=cache)
     with pytest.raises(ArtifactError, match="--target sm_80"):
         read_packaged(SMALL, "sm_80", files.__getitem__)
     name = f"kernels/{SMALL.name}/sm_90.attend.bin"
@@ -99,13 +97,13 @@ def test_package_without_the_target_or_with_a_damaged_file_is_refused(
 def _fake(job: triton_aot._Job, spill: int, shared: int) -> CompiledVariant:
     attend = CompiledKernel(b"", {"entry": "attend"}, Resources(255, spill, shared))
     merge = CompiledKernel(b"", {"entry": "merge"}, Resources(32, 0, 0))
-    return CompiledVariant(job.variant, job.config, job.target, "0", job.source, attend, merge)
+    return CompiledVariant(job.variant, job.config, job.target, "0", job.source, {"attend": attend, "merge": merge})
 
 
 def test_first_configuration_inside_the_budget_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     limit = target_of("sm_90").shared_limit_bytes
     outcome = {0: (16, 1), 1: (0, limit + 1), 2: (0, limit)}  # spills; too much shared memory; just fits
-    variant = Variant("tree_verify", 128, 4, 1, DType.BF16, 64)
+    variant = AttentionVariant("tree_verify", 128, 4, 1, DType.BF16, 64)
     configs = candidate_configs(variant, target_of("sm_90"))
     monkeypatch.setattr(
         triton_aot, "_compile_all",
@@ -147,5 +145,5 @@ def test_missing_triton_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_meta_is_plain_json(compiled: tuple[CompiledVariant, ...]) -> None:
     for each in compiled:
-        assert json.loads(json.dumps(each.attend.meta)) == each.attend.meta
+        assert json.loads(json.dumps(each.kernels["attend"].meta)) == each.kernels["attend"].meta
     assert triton_package.FOLDER == "kernels"

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from interpreted import interpreted
 
-from flexspec.kernels.gpu.attention_check import (
+from flexspec.kernels.gpu.attention.check import (
     TOLERANCE,
     Case,
-    Part,
+    RequestRows,
     bit_case,
     covering_cases,
     edge_cases,
@@ -22,8 +22,8 @@ from flexspec.kernels.gpu.attention_check import (
     same_bits,
     scale_of,
 )
-from flexspec.kernels.gpu.spec import TileConfig
-from flexspec.kernels.gpu.tree_attention import row_tiles
+from flexspec.kernels.gpu.attention.launch import row_tiles
+from flexspec.kernels.gpu.attention.variant import TileConfig
 from flexspec.types import DType
 
 ONE_LOOP = tuple(replace(case, name=f"{case.name}, one loop") for case in edge_cases()[1:4])
@@ -35,7 +35,7 @@ def case_errors() -> dict[str, float]:
     errors = {}
     for case in covering_cases() + edge_cases() + ONE_LOOP:
         config = TileConfig(32, 4, 2, two_loops=case not in ONE_LOOP)
-        errors[f"{case.name} {case.dtype.value}"] = error_of(case, SourceKernels(case.variant(), config), "cpu")
+        errors[case.label] = error_of(case, SourceKernels(case.variant(), config), "cpu")
     return errors
 
 
@@ -44,11 +44,9 @@ def errors() -> Any:
     return interpreted(__file__, "case_errors")
 
 
-@pytest.mark.parametrize(
-    "case", covering_cases() + edge_cases() + ONE_LOOP, ids=lambda case: f"{case.name} {case.dtype.value}"
-)
+@pytest.mark.parametrize("case", covering_cases() + edge_cases() + ONE_LOOP, ids=lambda case: case.label)
 def test_kernels_agree_with_float64(case: Case, errors: dict[str, float]) -> None:
-    assert errors[f"{case.name} {case.dtype.value}"] <= TOLERANCE[case.dtype]
+    assert errors[case.label] <= case.limit
 
 
 def bits() -> dict[str, bool]:
@@ -63,7 +61,7 @@ def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it() -> None:
 
 
 def test_reference_sees_one_wrong_bit_and_the_tolerance_is_far_below_it() -> None:
-    case = Case("negative", 2, 1, 32, (Part("tree", 5, 6),))
+    case = Case("negative", 2, 1, 32, (RequestRows("tree", 5, 6),))
     inputs = make_inputs(case, 1, "cpu")
     flipped = inputs.ancestors_TW.copy()
     flipped[4, 0] ^= np.uint64(1)  # node 4 loses its root

@@ -42,8 +42,8 @@ def test_checks_run_in_the_interpreter(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
-    assert len(report["checks"]) == 13 and all(check["error"] <= check["limit"] for check in report["checks"])
-    assert "13 of 13 checks passed" in done.stdout and "timings" not in report
+    assert len(report["checks"]) == 15 and all(check["error"] <= check["limit"] for check in report["checks"])
+    assert "15 of 15 checks passed" in done.stdout and "timings" not in report
 
 
 def test_failed_check_is_exit_code_1(

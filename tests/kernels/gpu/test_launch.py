@@ -10,25 +10,27 @@ import pytest
 from flexspec.errors import ArtifactError, EngineError, ToolchainError
 from flexspec.kernels.gpu import launch as triton_launch
 from flexspec.kernels.gpu.aot import CompiledKernel, CompiledVariant, Resources
+from flexspec.kernels.gpu.attention.variant import ENTRIES, AttentionVariant, TileConfig
+from flexspec.kernels.gpu.family import Entry
 from flexspec.kernels.gpu.launch import BinaryKernels, load_driver, pack_params
-from flexspec.kernels.gpu.spec import TileConfig, Variant, kernel_params, target_of
+from flexspec.kernels.gpu.targets import target_of
 from flexspec.types import DType
 
-VARIANT = Variant("tree_verify", 64, 1, 1, DType.BF16, 16)
+VARIANT = AttentionVariant("tree_verify", 64, 1, 1, DType.BF16, 16)
 
 
 def _compiled(target: str = "sm_90", shared_bytes: int = 60_000, scratch_bytes: int = 0) -> CompiledVariant:
-    def kernel(entry: str) -> CompiledKernel:
+    def kernel(entry: Entry) -> CompiledKernel:
         meta = {
-            "symbol": entry, "entry": entry, "target": target, "warps": 4, "warp_size": 32,
+            "symbol": entry.name, "entry": entry.name, "target": target, "warps": 4, "warp_size": 32,
             "shared_bytes": shared_bytes,
             "global_scratch_bytes": scratch_bytes, "profile_scratch_bytes": 0,
-            "params": [[param.name, param.kind] for param in kernel_params(entry, DType.BF16)],
+            "params": entry.signature(DType.BF16),
         }  # fmt: skip
         return CompiledKernel(b"cubin", meta, Resources(100, 0, shared_bytes))
 
-    config = TileConfig(64, 4, 3)
-    return CompiledVariant(VARIANT, config, target_of(target), "0", "", kernel("attend"), kernel("merge"))
+    kernels = {entry.name: kernel(entry) for entry in ENTRIES}
+    return CompiledVariant(VARIANT, TileConfig(64, 4, 3), target_of(target), "0", "", kernels)
 
 
 class FakeDriver:

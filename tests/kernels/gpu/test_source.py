@@ -10,30 +10,32 @@ from pathlib import Path
 import pytest
 
 from flexspec.errors import CompileError
-from flexspec.kernels.gpu.render import import_source, render
-from flexspec.kernels.gpu.spec import (
-    TARGETS,
+from flexspec.kernels.gpu.attention.variant import (
+    ENTRIES,
     AttentionShape,
+    AttentionVariant,
     TileConfig,
-    Variant,
     candidate_configs,
     dim_parts,
-    kernel_params,
-    target_of,
 )
+from flexspec.kernels.gpu.render import import_source, render
+from flexspec.kernels.gpu.targets import TARGETS, target_of
 from flexspec.types import DType
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 MAIN = (
-    (Variant("tree_verify", 128, 4, 1, DType.BF16, 64), TileConfig(64, 4, 3)),  # Llama 3 8B, Mistral 7B
-    (Variant("tree_verify", 64, 3, 1, DType.BF16, 64), TileConfig(64, 4, 3)),  # SmolLM2 135M
-    (Variant("tree_verify", 80, 1, 2, DType.F16, 64), TileConfig(32, 4, 2, two_loops=False)),  # two dots, two words
-    (Variant("incremental", 64, 3, 1, DType.F32, 16), TileConfig(32, 4, 3)),  # an SSM's step in float32
+    (AttentionVariant("tree_verify", 128, 4, 1, DType.BF16, 64), TileConfig(64, 4, 3)),  # Llama 3 8B, Mistral 7B
+    (AttentionVariant("tree_verify", 64, 3, 1, DType.BF16, 64), TileConfig(64, 4, 3)),  # SmolLM2 135M
+    (
+        AttentionVariant("tree_verify", 80, 1, 2, DType.F16, 64),
+        TileConfig(32, 4, 2, two_loops=False),
+    ),  # two dots, two words
+    (AttentionVariant("incremental", 64, 3, 1, DType.F32, 16), TileConfig(32, 4, 3)),  # an SSM's step in float32
 )
 
 
 @pytest.mark.parametrize(("variant", "config"), MAIN, ids=lambda value: value.name)
-def test_source_is_golden(variant: Variant, config: TileConfig) -> None:
+def test_source_is_golden(variant: AttentionVariant, config: TileConfig) -> None:
     path = GOLDEN / f"{variant.name}.{config.name}.py.txt"
     source = render(variant, config)
     if os.environ.get("FLEXSPEC_UPDATE_GOLDEN") == "1":
@@ -45,7 +47,7 @@ def test_source_is_golden(variant: Variant, config: TileConfig) -> None:
 @pytest.mark.parametrize("head_dim", range(16, 257, 16))
 def test_every_head_dim_renders_to_python(head_dim: int, dtype: DType) -> None:
     for words, two_loops in ((1, True), (3, False)):
-        variant = Variant("tree_verify", head_dim, 3, words, dtype, 32)
+        variant = AttentionVariant("tree_verify", head_dim, 3, words, dtype, 32)
         source = render(variant, TileConfig(32, 4, 2, two_loops))
         tree = ast.parse(source)
         functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
@@ -57,9 +59,9 @@ def test_every_head_dim_renders_to_python(head_dim: int, dtype: DType) -> None:
 def test_kernel_arguments_stand_in_the_order_of_the_abi() -> None:
     source = render(*MAIN[0])
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-    for entry in ("attend", "merge"):
-        names = [argument.arg for argument in functions[entry].args.args]
-        assert names == [param.name for param in kernel_params(entry, DType.BF16)]
+    for entry in ENTRIES:
+        names = [argument.arg for argument in functions[entry.name].args.args]
+        assert names == [name for name, _ in entry.signature(DType.BF16)]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_same_text_is_imported_once_and_other_text_apart(tmp_path: Path) -> None
 def test_variant_outside_the_limits_is_refused(change: dict[str, object], word: str) -> None:
     fields = {"mode": "tree_verify", "head_dim": 64, "group": 1, "mask_words": 1, "dtype": DType.F32, "row_tile": 16}
     with pytest.raises(CompileError, match=word) as caught:
-        Variant(**(fields | change))  # type: ignore[arg-type]
+        AttentionVariant(**(fields | change))  # type: ignore[arg-type]
     assert caught.value.code == "FS301"
 
 
@@ -122,10 +124,10 @@ def test_shape_whose_heads_do_not_divide_and_unknown_targets_are_refused() -> No
 
 def test_float32_and_wide_heads_start_with_narrow_key_blocks() -> None:
     target = TARGETS["sm_90"]
-    wide = candidate_configs(Variant("tree_verify", 128, 4, 1, DType.BF16, 64), target)
+    wide = candidate_configs(AttentionVariant("tree_verify", 128, 4, 1, DType.BF16, 64), target)
     assert wide[0].block_keys == 64 and len(set(wide)) == len(wide)
     for variant in (
-        Variant("tree_verify", 256, 4, 1, DType.BF16, 64),
-        Variant("tree_verify", 64, 4, 1, DType.F32, 64),
+        AttentionVariant("tree_verify", 256, 4, 1, DType.BF16, 64),
+        AttentionVariant("tree_verify", 64, 4, 1, DType.F32, 64),
     ):
         assert max(config.block_keys for config in candidate_configs(variant, target)) == 32

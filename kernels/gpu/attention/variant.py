@@ -1,4 +1,4 @@
-"""What a generated attention kernel is specialised for, how it is tiled, and what the targets allow.
+"""What the generated attention kernels are specialised for, how they are tiled, and their arguments.
 
 Shape letters: T rows of the step, R requests, H query heads, G kv heads, D head dim, B pages of a request, P pages of
 the pool, W ancestor words. Owns plain data only, and how it follows from a graph: no Triton, no torch.
@@ -6,34 +6,32 @@ the pool, W ancestor words. Owns plain data only, and how it follows from a grap
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from flexspec.errors import CompileError
-from flexspec.graph import Graph
-from flexspec.ops.record import record_of
-from flexspec.types import PAGE_TOKENS, DType
+from flexspec.graph import Node
+from flexspec.kernels.gpu.family import TRITON_DTYPES, Entry
+from flexspec.kernels.gpu.targets import Target
+from flexspec.types import PAGE_TOKENS, DType, TensorType
 
-KERNEL = "tree_attention"  # KernelKey.triton of the operators that these kernels serve
 MODES = ("tree_verify", "incremental")
-DTYPES = {DType.F32: "fp32", DType.F16: "fp16", DType.BF16: "bf16"}  # our name -> Triton's
 MAX_MASK_WORDS = 8
 MAX_ROW_TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
-    """One specialisation of the attention kernel.
+class AttentionVariant:
+    """One specialisation of the attention kernels. Raises CompileError for one that no kernel can serve."""
 
-    ``group`` query heads share a kv head; ``mask_words`` 64-bit ancestor words a row carries; ``row_tile`` rows
-    (token x query head of the group) one program works on. Raises CompileError for a variant no kernel can serve.
-    """
-
+    family: ClassVar[str] = "tree_attention"
     mode: str
     head_dim: int
-    group: int
-    mask_words: int
+    group: int  # query heads that share a kv head
+    mask_words: int  # 64-bit ancestor words of a row
     dtype: DType
-    row_tile: int
+    row_tile: int  # rows (token x query head of the group) that one program works on
     page_tokens: int = PAGE_TOKENS
 
     def __post_init__(self) -> None:
@@ -42,7 +40,7 @@ class Variant:
                 raise CompileError(f"attention variant with {found}", expected, "choose a variant inside these limits")
 
         need(self.mode in MODES, f"mode {self.mode!r}", f"one of {', '.join(MODES)}")
-        need(self.dtype in DTYPES, f"dtype {self.dtype.value}", "f32, f16 or bf16")
+        need(self.dtype in TRITON_DTYPES, f"dtype {self.dtype.value}", "f32, f16 or bf16")
         dim_ok = self.head_dim % 16 == 0 and 16 <= self.head_dim <= 256
         need(dim_ok, f"head_dim {self.head_dim}", "a multiple of 16 from 16 to 256")
         need(1 <= self.mask_words <= MAX_MASK_WORDS, f"mask_words {self.mask_words}", f"1 to {MAX_MASK_WORDS}")
@@ -98,7 +96,7 @@ class AttentionShape:
     dtype: DType
     max_tree_tokens: int
 
-    def variant(self) -> Variant:
+    def variant(self) -> AttentionVariant:
         """The kernel variant that serves this shape. Raises CompileError when none does."""
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise CompileError(
@@ -108,44 +106,18 @@ class AttentionShape:
         group = self.heads // self.kv_heads
         words = max(1, -(-self.max_tree_tokens // 64))
         tile = row_tile_for(self.mode, self.dtype, group, self.max_tree_tokens)
-        return Variant(self.mode, self.head_dim, group, words, self.dtype, tile)
+        return AttentionVariant(self.mode, self.head_dim, group, words, self.dtype, tile)
 
 
-def attention_shapes(graph: Graph, max_tree_tokens: int) -> dict[int, AttentionShape]:
-    """The shape of each node (by its index) that runs on the attention kernel.
-
-    Compiler and executor both ask here: what an artifact holds is what its executor looks for.
-    """
-    types = graph.types()
-    shapes = {}
-    for at, node in enumerate(graph.nodes):
-        if record_of(node).kernel.triton == KERNEL:
-            q, k_cache = types[node.inputs[0]], types[node.inputs[3]]
-            mode = "incremental" if dict(node.attrs).get("mode") == "incremental" else "tree_verify"
-            heads, kv_heads, head_dim = _fixed(q.dims[1]), _fixed(k_cache.dims[2]), _fixed(q.dims[2])
-            shapes[at] = AttentionShape(mode, heads, kv_heads, head_dim, q.dtype, max_tree_tokens)
-    return shapes
+def variant_of(node: Node, types: Mapping[str, TensorType], max_tree_tokens: int) -> AttentionVariant:
+    """The variant that serves an attention node. Raises CompileError when none does."""
+    q, k_cache = types[node.inputs[0]], types[node.inputs[3]]
+    mode = "incremental" if dict(node.attrs).get("mode") == "incremental" else "tree_verify"
+    heads, kv_heads, head_dim = _fixed(q.dims[1]), _fixed(k_cache.dims[2]), _fixed(q.dims[2])
+    return AttentionShape(mode, heads, kv_heads, head_dim, q.dtype, max_tree_tokens).variant()
 
 
-@dataclass(frozen=True, slots=True)
-class KernelParam:
-    """One argument of a kernel in call order. ``kind`` is Triton's name of the type; ``*`` marks a pointer."""
-
-    name: str
-    kind: str
-
-    @property
-    def is_pointer(self) -> bool:
-        return self.kind.startswith("*")
-
-
-def kernel_params(entry: str, dtype: DType) -> tuple[KernelParam, ...]:
-    """Arguments of ``attend`` or ``merge`` in call order: the ABI between launcher and binary."""
-    element = f"*{DTYPES[dtype]}"
-    table = _ATTEND_PARAMS if entry == "attend" else _MERGE_PARAMS
-    return tuple(KernelParam(name, element if kind == "*" else kind) for name, kind in table)
-
-
+# "*" is a pointer to elements of the variant's dtype.
 _ATTEND_PARAMS = (
     ("q", "*"), ("k_cache", "*"), ("v_cache", "*"), ("page_table", "*i32"), ("starts", "*i32"), ("contexts", "*i32"),
     ("causal", "*i32"), ("ancestors", "*i64"), ("tiles", "*i32"), ("out", "*"), ("partial", "*fp32"),
@@ -153,38 +125,10 @@ _ATTEND_PARAMS = (
     ("split_keys", "i32"),
 )  # fmt: skip
 _MERGE_PARAMS = (("partial", "*fp32"), ("partial_lse", "*fp32"), ("out", "*"), ("rows", "i32"), ("splits", "i32"))
-MERGE_STAGES = 2  # `merge` has as many warps as `attend`, so that another configuration is another try for both
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A GPU architecture binaries are made for. ``shared_limit_bytes`` is what one block may use."""
-
-    name: str
-    backend: str  # Triton's: cuda or hip
-    arch: int | str
-    warp_size: int
-    shared_limit_bytes: int
-
-
-TARGETS = {
-    target.name: target
-    for target in (
-        Target("sm_80", "cuda", 80, 32, 163 * 1024),
-        Target("sm_86", "cuda", 86, 32, 99 * 1024),
-        Target("sm_89", "cuda", 89, 32, 99 * 1024),
-        Target("sm_90", "cuda", 90, 32, 227 * 1024),
-        Target("sm_100", "cuda", 100, 32, 227 * 1024),
-        Target("gfx942", "hip", "gfx942", 64, 64 * 1024),
-    )
-}
-
-
-def target_of(name: str) -> Target:
-    """The target of that name. Raises CompileError listing the known ones."""
-    if name not in TARGETS:
-        raise CompileError(f"target {name!r}", f"one of {', '.join(TARGETS)}", "name a known target")
-    return TARGETS[name]
+_MERGE_STAGES = 2  # `merge` has as many warps as `attend`, so that another configuration is another try for both
+ENTRIES = (Entry("attend", _ATTEND_PARAMS), Entry("merge", _MERGE_PARAMS, _MERGE_STAGES))
+MERGE_ROWS = 16  # rows of one `merge` program
+PLAIN_CONFIG = TileConfig(32, 4, 2)
 
 
 # Best first: wide key blocks and deep pipelines while they fit, then less of each, then the one-loop form.
@@ -202,7 +146,7 @@ _CONFIGS = (
 )
 
 
-def candidate_configs(variant: Variant, target: Target) -> tuple[TileConfig, ...]:
+def candidate_configs(variant: AttentionVariant, target: Target) -> tuple[TileConfig, ...]:
     """Tile configurations to try in order; those that can be told to spill are left out."""
     del target  # the same order for all targets so far; the budget check sorts them out
     narrow = tuple(config for config in _CONFIGS if config.block_keys <= 32)
@@ -244,3 +188,15 @@ def _fixed(dim: int | str) -> int:
 
 def _is_power_of_two(n: int) -> bool:
     return n >= 1 and n & (n - 1) == 0
+
+
+def template_values(variant: AttentionVariant, config: TileConfig) -> dict[str, object]:
+    """What the template reads beside variant and configuration."""
+    del config
+    title = {
+        "tree_verify": "Tree attention of an LLM's verify step over a paged KV cache",
+        "incremental": "Attention of an SSM's incremental step over a paged KV cache",
+    }[variant.mode]
+    # Triton's default for float32 operands is tf32, which is not what a float32 model asks for.
+    precision = ', input_precision="ieee"' if variant.dtype is DType.F32 else ""
+    return {"title": title, "parts": dim_parts(variant.head_dim), "precision": precision, "merge_rows": MERGE_ROWS}

@@ -2,21 +2,22 @@
 
 Shape letters: T rows of the step, R requests, H query heads, G kv heads, D head dim, B pages of a request, P pages of
 the pool, W ancestor words, N row tiles. Owns the tables that all layers of a step share and the order of arguments;
-the K/V of the step's rows must already be in the cache. What launches is given (gpu/launch.py).
+``run`` writes the K/V of the step's rows into the cache first. What launches is passed in (gpu/launch.py).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.kernels.gpu.launch import Kernels
-from flexspec.kernels.gpu.render import MERGE_ROWS
-from flexspec.kernels.gpu.spec import Variant
+from flexspec.graph import Attr
+from flexspec.kernels.gpu.attention.variant import MERGE_ROWS, AttentionVariant
+from flexspec.kernels.gpu.family import Kernels, KernelsOf, KernelStep
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,7 @@ def row_tiles(starts_R1: NDArray[np.int32], tokens_per_tile: int, pad_to: int = 
 
 
 def step_tables(
-    variant: Variant,
+    variant: AttentionVariant,
     page_table_RB: NDArray[np.int32],
     starts_R1: NDArray[np.int32],
     contexts_R: NDArray[np.int32],
@@ -92,7 +93,7 @@ def tree_attention(
 
     rows, heads, head_dim = q_THD.shape
     kv_heads = k_cache.shape[2]
-    variant = kernels.variant
+    variant: AttentionVariant = kernels.variant
     assert (variant.head_dim, variant.group, variant.mask_words) == (
         head_dim, heads // kv_heads, tables.ancestors_TW.shape[1],
     ) and k_cache.shape[1] == variant.page_tokens  # fmt: skip
@@ -116,3 +117,39 @@ def tree_attention(
         grid = (-(-rows * heads // MERGE_ROWS), 1, 1)
         kernels.launch("merge", grid, (partial, partial_lse, out, rows * heads, splits))
     return out
+
+
+def run(
+    kernels_of: KernelsOf,
+    variant: AttentionVariant,
+    attrs: Mapping[str, Attr],
+    inputs: Sequence[torch.Tensor],
+    step: KernelStep,
+) -> tuple[torch.Tensor, ...]:
+    """An attention node: write K/V through the page table, then attend. Results: output, K cache, V cache."""
+    q, k, v, k_cache, v_cache = inputs[:5]
+    words = max(variant.mask_words, step.arrays.ancestors_TW.shape[1])  # one kernel for all steps, also small trees
+    variant = replace(variant, mask_words=words)
+    if variant not in step.shared:
+        step.shared[variant] = kernels_of(variant), _tables(variant, step), _slots(step)
+    kernels, tables, slots_T = step.shared[variant]
+    k_cache.flatten(0, 1).index_put_((slots_T,), k)
+    v_cache.flatten(0, 1).index_put_((slots_T,), v)
+    scale = attrs["scale"]
+    assert isinstance(scale, float)
+    return tree_attention(kernels, q.contiguous(), k_cache, v_cache, tables, scale), k_cache, v_cache
+
+
+def _tables(variant: AttentionVariant, step: KernelStep) -> StepTables:
+    arrays = step.arrays
+    missing = variant.mask_words - arrays.ancestors_TW.shape[1]
+    return step_tables(
+        variant, arrays.page_table_RB, arrays.starts_R1, arrays.contexts_R, arrays.causal_R,
+        np.pad(arrays.ancestors_TW, ((0, 0), (0, missing))), step.device, split_keys=step.split_keys,
+    )  # fmt: skip
+
+
+def _slots(step: KernelStep) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(step.arrays.slots().astype(np.int64)).to(step.device)
