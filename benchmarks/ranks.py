@@ -15,8 +15,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from flexspec.compiler.artifact.model_record import PartRecord
-from flexspec.compiler.artifact.open import Artifact
+from flexspec.compiler.artifact.opened import OpenedArtifact
+from flexspec.draft_plan import DraftLadder
 from flexspec.runtime.distributed.executor import DistributedExecutor
 from flexspec.runtime.distributed.open import open_leader, run_follower
 from flexspec.runtime.engine.api import Delta
@@ -86,8 +86,8 @@ def main() -> None:
     base, wanted = measure(args.artifact, args.draft, args.tokens, args.together, None)
     kept: list[DistributedExecutor] = []
 
-    def open_once(artifact: Artifact, llm: PartRecord, options: ServeOptions) -> DistributedExecutor:
-        kept.append(open_leader(artifact, llm, options))
+    def open_once(artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions) -> DistributedExecutor:
+        kept.append(open_leader(artifact, ladder, options))
         return kept[0]
 
     rate, texts = measure(args.artifact, args.draft, args.tokens, args.together, open_once)

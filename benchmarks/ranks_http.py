@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.peers.prepare import read_prompts  # noqa: E402
 from examples.demo import Server  # noqa: E402
-from flexspec.compiler.artifact.open import open_artifact  # noqa: E402
-from flexspec.compiler.artifact.rank_record import RANKS_FILE, ranks_from_json  # noqa: E402
+from flexspec.compiler.artifact import layout  # noqa: E402
+from flexspec.compiler.artifact.opened import OpenedArtifact  # noqa: E402
 from flexspec.runtime.text.tokenizer import Tokenizer  # noqa: E402
 
 HEADER = f"{'artifact':22}{'ranks':>6} {'draft':6}{'tokens':>8}{'tokens/round':>14}{'tokens/s':>10}{'differing':>11}"
@@ -108,14 +108,14 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="threads of the one process (default 1); a rank has 1")
     args = parser.parse_args()
     prompts = [str(prompt["turns"][0]) for prompt in read_prompts(args.prompts)[: args.count]]
-    opened = [open_artifact(path) for path in args.artifacts]
-    tokenizer = Tokenizer(opened[0].read_bytes("tokenizer.json"), ())
+    opened = [OpenedArtifact.at(path) for path in args.artifacts]
+    tokenizer = Tokenizer(opened[0].files.read_bytes(layout.TOKENIZER), ())
     print(f"{len(prompts)} prompts, {args.together} at once, at most {args.tokens} tokens an answer\n{HEADER}")
     wanted = run(args.artifacts[0], 1, "off", prompts, args)
     print(row(args.artifacts[0].name, 1, "off", wanted, 0), flush=True)
     total = 0
     for path, artifact in zip(args.artifacts, opened, strict=True):
-        ranks = len(ranks_from_json(artifact.read_json(RANKS_FILE), path.name))
+        ranks = len(artifact.ranks)
         for draft in ("off", "auto"):
             found = run(path, ranks, draft, prompts, args)
             wrong = differing(tokenizer, wanted, found)

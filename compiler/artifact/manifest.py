@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from flexspec.compiler.artifact import layout
 from flexspec.errors import ArtifactError
 
 FORMAT_VERSION = 1
-MANIFEST_NAME = "manifest.json"
 
 Json = Any  # what json.loads gives; checked where it is used
 
@@ -53,7 +53,7 @@ class Manifest:
 
 def is_valid_name(name: str) -> bool:
     """A relative POSIX path of plain components: no ``..``, no hidden file, nothing absolute, not the manifest."""
-    return len(name) <= 255 and _NAME.fullmatch(name) is not None and name != MANIFEST_NAME
+    return len(name) <= 255 and _NAME.fullmatch(name) is not None and name != layout.MANIFEST
 
 
 def rebuild_command(argv: Sequence[str]) -> str:
@@ -87,21 +87,21 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     Raises ArtifactError for anything but an unharmed manifest of this format version.
     """
     fix = f"rebuild it: flexspec compile MODEL -o {where}"
-    expected = f"manifest.json of an artifact of format version {FORMAT_VERSION}"
+    expected = f"{layout.MANIFEST} of an artifact of format version {FORMAT_VERSION}"
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
-        raise ArtifactError(f"{where}: {MANIFEST_NAME} is not JSON", expected, fix) from None
+        raise ArtifactError(f"{where}: {layout.MANIFEST} is not JSON", expected, fix) from None
     if not isinstance(body, dict) or type(body.get("format_version")) is not int:
-        raise ArtifactError(f"{where}: {MANIFEST_NAME} has no format_version", expected, fix)
+        raise ArtifactError(f"{where}: {layout.MANIFEST} has no format_version", expected, fix)
     if body["format_version"] != FORMAT_VERSION:
         raise ArtifactError(f"{where}: format version {body['format_version']}", expected, fix)
     digest = body.pop("sha256", None)
     if digest != _digest(body):
-        raise ArtifactError(f"{where}: {MANIFEST_NAME} does not match its own checksum", expected, fix)
+        raise ArtifactError(f"{where}: {layout.MANIFEST} does not match its own checksum", expected, fix)
     manifest = _parse(body)
     if manifest is None:
-        raise ArtifactError(f"{where}: {MANIFEST_NAME} lacks a field or has one of a wrong type", expected, fix)
+        raise ArtifactError(f"{where}: {layout.MANIFEST} lacks a field or has one of a wrong type", expected, fix)
     return manifest
 
 

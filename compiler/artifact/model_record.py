@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from flexspec.compiler.artifact import layout
 from flexspec.errors import ArtifactError
 
 LLM = "llm"
@@ -152,4 +153,4 @@ def _counts(table: dict[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _wrong(found: str, expected: str) -> ArtifactError:
-    return ArtifactError(f"model.json holds {found}", expected, "compile the model again")
+    return ArtifactError(f"{layout.MODELS} holds {found}", expected, "compile the model again")

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from flexspec.compiler.artifact.tensor_file import encode_tensors, map_tensors
 from flexspec.errors import ArtifactError, TuneError
 
-NGRAM_FILE = "ngram.safetensors"  # in SSM folders and artifacts
 FORMAT = 1
 SUCCESSORS = 8  # next tokens kept for a context
 PROB_STEP = 0.05  # nats per unit of a stored probability: p = exp(-PROB_STEP * code)

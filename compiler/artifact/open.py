@@ -14,7 +14,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexspec.compiler.artifact.manifest import MANIFEST_NAME, FileEntry, Json, Manifest, decode_manifest
+from flexspec.compiler.artifact import layout
+from flexspec.compiler.artifact.manifest import FileEntry, Json, Manifest, decode_manifest
 from flexspec.compiler.artifact.tensor_file import AnyArray, map_tensors
 from flexspec.compiler.artifact.zip import forget_unpacked, unpack_to_cache
 from flexspec.errors import ArtifactError
@@ -87,7 +88,11 @@ def open_artifact(path: Path, *, check_digests: bool = True) -> Artifact:
     """
     path = Path(path)
     if _is_model(path):
-        made = path.resolve().with_suffix(".fspec").name if path.is_file() else f"{path.resolve().name}.fspec"
+        made = (
+            path.resolve().with_suffix(layout.SUFFIX).name
+            if path.is_file()
+            else f"{path.resolve().name}{layout.SUFFIX}"
+        )
         raise ArtifactError(
             f"{path} is a model, not an artifact",
             "an artifact made by flexspec compile",
@@ -106,7 +111,7 @@ def _is_model(path: Path) -> bool:
     """A GGUF file, or a folder with a checkpoint's config.json and no manifest."""
     try:
         if path.is_dir():
-            return (path / "config.json").is_file() and not (path / MANIFEST_NAME).is_file()
+            return (path / "config.json").is_file() and not (path / layout.MANIFEST).is_file()
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
     except OSError:
@@ -117,9 +122,9 @@ def _open_folder(root: Path, path: Path, check_digests: bool) -> Artifact:
     """Check and open the folder ``root`` of the artifact that the user named ``path``."""
     fix = f"make it: flexspec compile MODEL -o {path}"
     try:
-        data = (root / MANIFEST_NAME).read_bytes()
+        data = (root / layout.MANIFEST).read_bytes()
     except FileNotFoundError:
-        what = f"{path} has no {MANIFEST_NAME}" if path.exists() else f"{path} does not exist"
+        what = f"{path} has no {layout.MANIFEST}" if path.exists() else f"{path} does not exist"
         raise ArtifactError(what, "an artifact made by flexspec compile", fix) from None
     except OSError as error:
         raise ArtifactError(f"{path}: {error.strerror or error}", "a readable artifact", fix) from None

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from flexspec.checked_table import Fail, Table, show
+from flexspec.compiler.artifact import layout
 from flexspec.errors import ArtifactError
 
 OPEN_BATCH = 1 << 30  # a ladder's last batch where no larger one is planned for
@@ -84,7 +85,7 @@ def damaged(found: str, expected: str) -> ArtifactError:
     return ArtifactError(found, expected, "compile the model again")
 
 
-def plan_from_json(body: object, source: str = "plan.json", fail: Fail = damaged) -> Plan:
+def plan_from_json(body: object, source: str = layout.PLAN, fail: Fail = damaged) -> Plan:
     """The plan of a JSON object. Raises ``fail``'s error, naming file, key and value, for what cannot be a plan."""
     if not isinstance(body, dict):
         raise fail(f"{source}: a {type(body).__name__}", "a plan, an object")

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.plan import Plan
 from flexspec.errors import ArtifactError
 from flexspec.graph import Graph
 from flexspec.ops.record import record_of
-
-RANKS_FILE = "ranks.json"
-
 
 NO_STAGE = -1
 
@@ -41,19 +39,25 @@ def drafting_only(plan: Plan) -> list[RankRecord]:
     return [RankRecord(rank, NO_STAGE, False, (), ()) for rank in extra]
 
 
-def folder_of(rank: int) -> str:
-    """What a rank's graph, kernels and weights are called in an artifact."""
-    return f"llm.rank{rank}"
-
-
 def groups_of(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks whose collectives a rank's graph takes part in, each once, sorted."""
+    """The groups in which a rank meets others, each once, sorted. ``graph``: the rank's part of the LLM."""
     found = set()
     for node in graph.nodes:
         members = dict(node.attrs).get("ranks")
         if record_of(node).exchange and isinstance(members, tuple):
             found.add(tuple(sorted(member for member in members if isinstance(member, int))))
     return tuple(sorted(found))
+
+
+def several_ranks(records: tuple[RankRecord, ...], name: str) -> tuple[RankRecord, ...]:
+    """The records, if there are any. Raises ArtifactError for an artifact ``name`` whose plan has one rank."""
+    if not records:
+        raise ArtifactError(
+            f"{name} holds a plan of one rank",
+            "a plan of several",
+            "compile it with --plan PLAN.json, or serve it without --ranks",
+        )
+    return records
 
 
 def ranks_from_json(body: Any, name: str) -> tuple[RankRecord, ...]:
@@ -72,7 +76,7 @@ def ranks_from_json(body: Any, name: str) -> tuple[RankRecord, ...]:
         _check(records)
     except (KeyError, TypeError, ValueError) as error:
         raise ArtifactError(
-            f"{name}: {RANKS_FILE} does not tell its ranks ({error})", "ranks from 0 up", "compile the model again"
+            f"{name}: {layout.RANKS} does not tell its ranks ({error})", "ranks from 0 up", "compile the model again"
         ) from None
     return records
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 
 from flexspec import __version__
+from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.manifest import (
-    MANIFEST_NAME,
     FileEntry,
     Json,
     Manifest,
@@ -88,13 +88,13 @@ class ArtifactWriter:
             fields=dict(fields or {}),
         )
         # No fsync: after a power cut the sizes and digests of the manifest tell a half-written artifact from a whole.
-        (self._folder / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
+        (self._folder / layout.MANIFEST).write_bytes(encode_manifest(manifest))
         _replace(self._folder, self._out)
         return self._out
 
     def _write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
         if not is_valid_name(name):
-            raise ValueError(f"{name!r} is no name for a file in an artifact: relative, plain, not {MANIFEST_NAME}")
+            raise ValueError(f"{name!r} is no name for a file in an artifact: relative, plain, not {layout.MANIFEST}")
         if name in self._files:
             raise ValueError(f"{name!r} was added before")
         path = self._folder / name
@@ -109,7 +109,7 @@ class ArtifactWriter:
 
 
 def _check_replaceable(out: Path) -> None:
-    if not out.exists() or (out / MANIFEST_NAME).is_file() or (out.is_dir() and not any(out.iterdir())):
+    if not out.exists() or (out / layout.MANIFEST).is_file() or (out.is_dir() and not any(out.iterdir())):
         return
     raise ArtifactError(
         f"{out.name} exists and is not an artifact folder",

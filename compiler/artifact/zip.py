@@ -14,7 +14,8 @@ import zipfile
 from pathlib import Path
 
 from flexspec.cache import cache_root
-from flexspec.compiler.artifact.manifest import MANIFEST_NAME, decode_manifest, is_valid_name
+from flexspec.compiler.artifact import layout
+from flexspec.compiler.artifact.manifest import decode_manifest, is_valid_name
 from flexspec.errors import ArtifactError
 
 _FIXED_DATE = (1980, 1, 1, 0, 0, 0)
@@ -30,13 +31,13 @@ def pack_artifact(folder: Path, out: Path) -> Path:
     Raises ArtifactError if ``folder`` is not an artifact.
     """
     try:
-        manifest = decode_manifest((folder / MANIFEST_NAME).read_bytes(), folder.name)
+        manifest = decode_manifest((folder / layout.MANIFEST).read_bytes(), folder.name)
     except OSError:
-        raise _not_an_artifact(folder, f"{folder.name} has no readable {MANIFEST_NAME}") from None
+        raise _not_an_artifact(folder, f"{folder.name} has no readable {layout.MANIFEST}") from None
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
-            for name in (MANIFEST_NAME, *sorted(manifest.files)):
+            for name in (layout.MANIFEST, *sorted(manifest.files)):
                 info = zipfile.ZipInfo(name, _FIXED_DATE)
                 info.external_attr = _MODE_0644_FILE
                 info.file_size = (folder / name).stat().st_size
@@ -57,7 +58,7 @@ def unpack_to_cache(path: Path) -> Path:
         with zipfile.ZipFile(path) as archive:
             members = _check_members(path, archive)
             folder = _cache_folder(path, archive)
-            if not (folder / MANIFEST_NAME).is_file():
+            if not (folder / layout.MANIFEST).is_file():
                 _extract(archive, members, folder)
             return folder
     except (*_ZIP_ERRORS, OSError) as error:
@@ -75,7 +76,7 @@ def forget_unpacked(path: Path) -> None:
 
 
 def _cache_folder(path: Path, archive: zipfile.ZipFile) -> Path:
-    data = archive.read(MANIFEST_NAME)
+    data = archive.read(layout.MANIFEST)
     decode_manifest(data, path.name)
     return cache_root() / "artifacts" / hashlib.sha256(data).hexdigest()[:32] / path.name
 
@@ -89,13 +90,13 @@ def _check_members(path: Path, archive: zipfile.ZipFile) -> list[zipfile.ZipInfo
         member.compress_type == zipfile.ZIP_STORED
         and not member.flag_bits & 1
         and member.file_size == member.compress_size
-        and (member.filename == MANIFEST_NAME or is_valid_name(member.filename))
+        and (member.filename == layout.MANIFEST or is_valid_name(member.filename))
         for member in members
     )
     if not plain or len(set(names)) != len(names) or sum(member.file_size for member in members) > limit_bytes:
         raise _not_an_artifact(path, f"{path.name} holds compressed, encrypted, repeated or oddly named members")
-    if MANIFEST_NAME not in names or archive.getinfo(MANIFEST_NAME).file_size > _MAX_MANIFEST_BYTES:
-        raise _not_an_artifact(path, f"{path.name} holds no {MANIFEST_NAME}")
+    if layout.MANIFEST not in names or archive.getinfo(layout.MANIFEST).file_size > _MAX_MANIFEST_BYTES:
+        raise _not_an_artifact(path, f"{path.name} holds no {layout.MANIFEST}")
     return members
 
 

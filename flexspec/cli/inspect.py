@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from flexspec.errors import ArtifactError, CompileError, ModelFileError
 
 if TYPE_CHECKING:
-    from flexspec.compiler.artifact.open import Artifact
+    from flexspec.compiler.artifact.opened import OpenedArtifact
     from flexspec.compiler.frontends.loaded_model import LoadedModel
     from flexspec.compiler.passes.pipeline import Pass
     from flexspec.graph import Graph
@@ -135,28 +135,29 @@ def _graph(args: argparse.Namespace) -> Graph:
     return _lower(_canonical(_open_model(args.what), args), args)
 
 
-def _artifact_graph(artifact: Artifact, args: argparse.Namespace) -> Graph:
-    from flexspec.text import parse_graph
-
+def _artifact_graph(artifact: OpenedArtifact, args: argparse.Namespace) -> Graph:
     for option, given in (("--canonical", args.canonical), (f"--dtype {args.dtype}", args.dtype)):
         if given:
             raise ArtifactError(
-                f"{option} of {artifact.root.name}",
+                f"{option} of {artifact.name}",
                 "an artifact's graphs as compile left them, lowered",
                 "inspect the model file instead",
             )
     name = args.model or "llm"
-    known = [file.removeprefix("graph/").removesuffix(".fsg") for file in artifact.names("graph/")]
+    known = artifact.graph_names()
     if name not in known:
         raise ArtifactError(f"--model {name}", f"one of {', '.join(known)}", "choose a model of the artifact")
-    return parse_graph(artifact.read_bytes(f"graph/{name}.fsg").decode("utf-8", "replace"))
+    return artifact.graph(name)
 
 
 def _open_model(path: Path) -> LoadedModel:
+    from flexspec.compiler.artifact import layout
     from flexspec.compiler.frontends.open_model import open_model
 
     if path.is_dir() and not (path / "config.json").exists():
-        raise ModelFileError(f"{path} is a folder without manifest.json or config.json", INSPECTED, "check the path")
+        raise ModelFileError(
+            f"{path} is a folder without {layout.MANIFEST} or config.json", INSPECTED, "check the path"
+        )
     return open_model(path, INSPECTED)
 
 
@@ -185,23 +186,23 @@ def _passes(args: argparse.Namespace) -> tuple[Pass, ...]:
     return LLM_PASSES if name == "llm" else SSM_PASSES
 
 
-def _open(path: Path) -> Artifact:
-    from flexspec.compiler.artifact.open import open_artifact
+def _open(path: Path) -> OpenedArtifact:
+    from flexspec.compiler.artifact.opened import OpenedArtifact
 
-    return open_artifact(path)
+    return OpenedArtifact.at(path)
 
 
 def is_artifact(path: Path) -> bool:
     """A folder with a manifest, or a zip file with one; anything that is called .fspec is meant to be one."""
     import zipfile
 
-    from flexspec.compiler.artifact.manifest import MANIFEST_NAME
+    from flexspec.compiler.artifact import layout
 
-    if path.suffix == ".fspec" or (path / MANIFEST_NAME).is_file():
+    if path.suffix == layout.SUFFIX or (path / layout.MANIFEST).is_file():
         return True
     try:
         with zipfile.ZipFile(path) as archive:
-            return MANIFEST_NAME in archive.namelist()
+            return layout.MANIFEST in archive.namelist()
     except (OSError, zipfile.BadZipFile):
         return False
 

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from flexspec.cli.ranks import LAST_WORDS, LAUNCHER
-from flexspec.errors import ArtifactError, CapacityError, PlanError, ToolchainError
+from flexspec.errors import CapacityError, PlanError, ToolchainError
 from flexspec.exits import GONE, describe_exit
 
 MOST_RANKS = 1024
@@ -67,8 +67,8 @@ def launch(args: argparse.Namespace) -> NoReturn:
 
 def _check(args: argparse.Namespace) -> int:
     """The port to serve on, if ranks can be started."""
-    from flexspec.compiler.artifact.open import open_artifact
-    from flexspec.compiler.artifact.rank_record import RANKS_FILE, ranks_from_json
+    from flexspec.compiler.artifact.opened import OpenedArtifact
+    from flexspec.compiler.artifact.rank_record import several_ranks
     from flexspec.runtime.server.listen import reserve_port
 
     if not 1 <= args.ranks <= MOST_RANKS:
@@ -78,15 +78,9 @@ def _check(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         option = f"--ranks {args.ranks}" if args.ranks > 1 else "--restart"
         raise ToolchainError(f"{option} without PyTorch", "torch >= 2.11", "pip install torch")
-    artifact = open_artifact(args.artifact, check_digests=False)
+    artifact = OpenedArtifact.at(args.artifact, check_digests=False)
     if args.ranks > 1:
-        if RANKS_FILE not in artifact.names():
-            raise ArtifactError(
-                f"{artifact.root.name} holds a plan of one rank",
-                "a plan of several",
-                "compile it with --plan PLAN.json, or serve it without --ranks",
-            )
-        planned = len(ranks_from_json(artifact.read_json(RANKS_FILE), artifact.root.name))
+        planned = len(several_ranks(artifact.ranks, artifact.name))
         if planned != args.ranks:
             raise PlanError(
                 f"{args.ranks} ranks", f"{planned}, as the artifact's plan has", f"start it with --ranks {planned}"

@@ -88,6 +88,7 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, op
     from prometheus_client import CollectorRegistry
 
     from flexspec.cli.ranks import tell_end, world_size
+    from flexspec.compiler.artifact import layout
     from flexspec.runtime.engine.thread import EngineThread
     from flexspec.runtime.open.engine import open_engine
     from flexspec.runtime.server.app import create_app
@@ -97,7 +98,7 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, op
 
     metrics = Metrics(CollectorRegistry())
     served = open_engine(args.artifact, options, metrics, open_llm)
-    name = args.name or args.artifact.name.removesuffix(".fspec")
+    name = args.name or args.artifact.name.removesuffix(layout.SUFFIX)
     thread = EngineThread(served.engine)
     if open_llm is not None:
         _end_with_ranks(served, thread)

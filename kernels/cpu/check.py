@@ -1,7 +1,7 @@
-"""The artifact's self-test: one seeded step per model, its logits as a digest for each instruction set.
+"""The artifact's self-test: one seeded step of a program, what it computes as a digest for each instruction set.
 
 A loader that gets other bytes than the compiler did has a damaged library, another CPU behaviour or wrong weights; it
-must say so before it answers anyone.
+must say so before it answers anyone. A rank's program is tested alone: what other ranks would give is seeded too.
 """
 
 from __future__ import annotations
@@ -9,38 +9,44 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.errors import ArtifactError
-from flexspec.kernels.cpu.launch import CpuLibrary
+from flexspec.graph import Graph
+from flexspec.kernels.cpu.exchange import first_id, split_logits
+from flexspec.kernels.cpu.facts import NO_LIMIT
+from flexspec.kernels.cpu.launch import CpuLibrary, Rows
+from flexspec.kernels.cpu.places import width
 
 _ROWS = 8
 _SEED = 20230516  # SpecInfer's first version, arXiv 2305.09781
 
 
-def seeded_digest(library: Path, weights: Sequence[NDArray[np.generic]]) -> str:
+def seeded_digest(library: Path, weights: Sequence[NDArray[np.generic]], graph: Graph) -> str:
     """sha256 of the float32 logits [8, outputs] of 8 seeded tokens as one chain at position 0.
 
-    Raises ArtifactError when library and weights do not belong together, or the logits are not finite.
+    Of a rank's program: of the rows that it gives to others, in order, then of its share of the logits, if it has one.
+    ``graph`` is the artifact's graph of the program. Raises ArtifactError when library and weights do not belong
+    together, or what is computed is not finite.
     """
     program = CpuLibrary(library, weights, threads=1, max_rows=_ROWS, pages=1, max_positions=_ROWS)
     try:
-        return _logits_digest(program)
+        return _step_digest(program, split_logits(graph)[0])
     finally:
         program.close()
 
 
-def _logits_digest(program: CpuLibrary) -> str:
+def _step_digest(program: CpuLibrary, graph: Graph) -> str:
     facts = program.facts
     rng = np.random.default_rng(_SEED)
-    ids = rng.integers(0, facts.id_rows, _ROWS).astype(np.int32)
+    first, ids = _ids(graph, facts.id_rows)
     features = facts.reads_features
-    states = rng.standard_normal((_ROWS, features)).astype(np.float32) if features else None
     rows = np.arange(_ROWS, dtype=np.int32)
     arrays: dict[str, NDArray[np.generic] | None] = {
-        "ids": ids,
+        "ids": rng.integers(first, first + ids, _ROWS).astype(np.int32),
         "positions": rows,
         "starts": np.array([0, _ROWS], np.int32),
         "contexts": np.zeros(1, np.int32),
@@ -48,14 +54,41 @@ def _logits_digest(program: CpuLibrary) -> str:
         "logit_rows": rows,
         "causal": np.ones(1, np.uint8),
         "ancestors": np.zeros((_ROWS, 1), np.uint64),
-        "features": states,
+        "features": rng.standard_normal((_ROWS, features)).astype(np.float32) if features else None,
     }
-    logits = np.full((_ROWS, facts.outputs), np.nan, np.float32)  # what a program leaves unwritten must show
-    program.step(arrays, np.empty(_ROWS, np.int32), logits, None)
-    if not np.isfinite(logits).all():
+    digest, finite = hashlib.sha256(), True
+
+    def note(values: Rows) -> None:
+        nonlocal finite
+        finite = finite and bool(np.isfinite(values).all())
+        digest.update(np.ascontiguousarray(values).data)
+
+    def on_exchange(index: int, source: Rows | None, target: Rows | None) -> None:
+        node = graph.nodes[index]
+        if source is not None:
+            note(source[:, : width(graph, node.inputs[0])])
+        if target is not None:
+            columns = width(graph, node.outputs[0].name)
+            target[:, :columns] = rng.standard_normal((len(target), columns))
+
+    # What a program leaves unwritten must show.
+    logits = np.full((_ROWS, facts.outputs), np.nan, np.float32) if facts.outputs else None
+    program.step(arrays, np.empty(_ROWS, np.int32), logits, None, on_exchange, first_id(graph))
+    if logits is not None:
+        note(logits)
+    if not finite:
         raise ArtifactError(
             "the self-test step gives logits that are missing or not finite",
             "finite logits for every token",
             "check the weights; bf16 may overflow where f32 does not",
         )
-    return hashlib.sha256(logits.tobytes()).hexdigest()
+    return digest.hexdigest()
+
+
+def _ids(graph: Graph, id_rows: int) -> tuple[int, int]:
+    """The first id whose embedding the program holds, and how many follow (any, where it embeds nothing)."""
+    if id_rows != NO_LIMIT:
+        return 0, id_rows
+    types: dict[str, Any] = graph.types()
+    tables = [types[node.inputs[1]].dims[0] for node in graph.nodes if node.op == "embedding"]
+    return first_id(graph), min(tables, default=1)

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from flexspec.compiler.artifact import layout
 from flexspec.errors import ArtifactError
 from flexspec.kernels.gpu.aot import (
     CompiledKernel,
@@ -25,7 +26,6 @@ from flexspec.kernels.gpu.aot import (
 from flexspec.kernels.gpu.family import Variant, family_of
 from flexspec.kernels.gpu.targets import target_of
 
-FOLDER = "kernels"
 Emit = Callable[[str, bytes], object]
 ResourceRows = list[dict[str, str | int]]
 
@@ -55,17 +55,16 @@ def read_packaged(variant: Variant, target: str, read: Callable[[str], bytes]) -
 
     Raises ArtifactError when the package has no binary for the target or a file does not have its hash.
     """
-    folder = f"{FOLDER}/{variant.name}"
-    meta = json.loads(read(f"{folder}/meta.json"))
+    meta = json.loads(read(layout.gpu_kernel_facts(variant.name)))
     if target not in meta["targets"]:
         raise ArtifactError(
-            f"{folder} holds binaries for {', '.join(meta['targets'])}", f"one for {target}",
+            f"{variant.name} holds binaries for {', '.join(meta['targets'])}", f"one for {target}",
             f"compile again with --target {target}",
         )  # fmt: skip
     record = meta["targets"][target]
-    source = _read_checked(read, folder, record["source"]).decode()
+    source = _read_checked(read, variant, record["source"]).decode()
     kernels = {
-        entry: CompiledKernel(_read_checked(read, folder, each), each["meta"], Resources(**each["resources"]))
+        entry: CompiledKernel(_read_checked(read, variant, each), each["meta"], Resources(**each["resources"]))
         for entry, each in record["kernels"].items()
     }
     config = family_of(variant.family).config_type(**record["config"])
@@ -84,7 +83,6 @@ def format_rows(rows: ResourceRows) -> str:
 
 
 def _emit_variant(variant: Variant, compiled: Sequence[CompiledVariant], emit: Emit) -> None:
-    folder = f"{FOLDER}/{variant.name}"
     targets: dict[str, Any] = {}
     sources: dict[str, bytes] = {}
     for each in compiled:
@@ -93,7 +91,7 @@ def _emit_variant(variant: Variant, compiled: Sequence[CompiledVariant], emit: E
         kernels = {}
         for entry, kernel in each.kernels.items():
             file = f"{each.target.name}.{entry}.bin"
-            emit(f"{folder}/{file}", kernel.binary)
+            emit(layout.gpu_member(variant.name, file), kernel.binary)
             description = {"meta": kernel.meta, "resources": asdict(kernel.resources)}
             kernels[entry] = _file_record(file, kernel.binary) | description
         targets[each.target.name] = {
@@ -103,18 +101,18 @@ def _emit_variant(variant: Variant, compiled: Sequence[CompiledVariant], emit: E
             "kernels": kernels,
         }
     for file, text in sorted(sources.items()):
-        emit(f"{folder}/{file}", text)
+        emit(layout.gpu_member(variant.name, file), text)
     parameters = asdict(variant) | {"dtype": variant.dtype.value}
     meta = {"family": variant.family, "variant": parameters, "targets": targets}
-    emit(f"{folder}/meta.json", (json.dumps(meta, sort_keys=True, indent=1) + "\n").encode())
+    emit(layout.gpu_kernel_facts(variant.name), (json.dumps(meta, sort_keys=True, indent=1) + "\n").encode())
 
 
 def _file_record(file: str, data: bytes) -> dict[str, str]:
     return {"file": file, "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _read_checked(read: Callable[[str], bytes], folder: str, record: dict[str, Any]) -> bytes:
-    path = f"{folder}/{record['file']}"
+def _read_checked(read: Callable[[str], bytes], variant: Variant, record: dict[str, Any]) -> bytes:
+    path = layout.gpu_member(variant.name, record["file"])
     data = read(path)
     if hashlib.sha256(data).hexdigest() != record["sha256"]:
         raise ArtifactError(f"{path} is damaged", f"sha256 {record['sha256']}", "compile the artifact again")

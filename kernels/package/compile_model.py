@@ -1,8 +1,6 @@
 """From a checkpoint and its SSMs to an artifact: graph, passes, generated code, packed weights, self-tests, plan.
 
-Owns the order of these steps and the artifact's inner layout (model.json names every part):
-  graph/NAME.fsg  kernels/cpu/NAME/{program.cpp,ISA.so}  weights/NAME.safetensors  (GPU targets: see package/gpu.py)
-  (several ranks: see package/ranks.py)  plan.json  checks.json  tokenizer.json  chat_template.jinja  ngram.safetensors
+Owns the order of these steps. What each part is called is in compiler/artifact/layout.py.
 """
 
 from __future__ import annotations
@@ -15,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.model_record import LLM, GpuRecord, ModelRecord, PartRecord
-from flexspec.compiler.artifact.ngram_table import NGRAM_FILE, check_vocabulary, load_table
+from flexspec.compiler.artifact.ngram_table import check_vocabulary, load_table
 from flexspec.compiler.artifact.plan import Plan, single_rank
 from flexspec.compiler.artifact.write import ArtifactWriter
 from flexspec.compiler.frontends.open_model import LoadedModel, check_weights, open_model
@@ -24,11 +23,11 @@ from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES, run_passes
 from flexspec.compiler.planner.plan_file import check_runnable
 from flexspec.errors import CompileError, TokenizerError
 from flexspec.graph import Graph
-from flexspec.kernels.cpu.build import build_path, find_compiler, header_files, supported_isas, target_isas
-from flexspec.kernels.cpu.check import seeded_digest
+from flexspec.kernels.cpu.build import find_compiler, header_files, target_isas
 from flexspec.kernels.cpu.pack import GetWeight, PackedWeight, pack
 from flexspec.kernels.cpu.render import CpuProgram, render
 from flexspec.kernels.gpu.targets import target_of
+from flexspec.kernels.package.cpu import add_program
 from flexspec.kernels.package.ranks import add_ranks
 from flexspec.models.fused_state import graft_fuse_head
 from flexspec.models.registry import build_model, expected_weights
@@ -85,7 +84,9 @@ def compile_model(
     ssms = [open_model(path) for path in ssm_paths]
     _check_pairing(llm, ssms)
     if llm.tokenizer_json is None:
-        raise TokenizerError(f"{llm_path} has no tokenizer", "tokenizer.json or GGUF tokenizer data", "add the file")
+        raise TokenizerError(
+            f"{llm_path} has no tokenizer", f"{layout.TOKENIZER} or GGUF tokenizer data", "add the file"
+        )
     plan = options.plan
     if plan is not None:
         check_runnable(plan, llm.config.layers, len(ssms))
@@ -95,14 +96,15 @@ def compile_model(
         checks = {part.name: _add_program(writer, part, options, progress) for part in parts}
         ranks: list[Graph] = []
         if plan is not None:
-            ranks = add_ranks(
+            ranks, rank_checks = add_ranks(
                 writer, parts[0].graph, parts[0].get, plan, options.isas or target_isas(), options.dump_ir, progress,
                 for_gpus=bool(options.gpu_targets),
             )  # fmt: skip
+            checks |= rank_checks
         rows, gpu = _add_gpu_parts(writer, parts, ranks, options, progress)
         _add_tables(writer, parts, ssm_paths, checks, options)
-        writer.add_json("model.json", _model_record(parts, options, gpu).to_json())
-        targets = [f"cpu-{isa}" for isa in options.isas or target_isas()] + list(options.gpu_targets)
+        writer.add_json(layout.MODELS, _model_record(parts, options, gpu).to_json())
+        targets = [layout.cpu_target(isa) for isa in options.isas or target_isas()] + list(options.gpu_targets)
         path = writer.finish(argv=argv, targets=targets, tools=_tools(options))
     return path, rows
 
@@ -197,7 +199,7 @@ def _add_weights(writer: ArtifactWriter, parts: Sequence[_Part], progress: Progr
     total = sum(len(part.program.weights) for part in parts)
     done = 0
     for part in parts:
-        file = f"weights/{part.name}.safetensors"
+        file = layout.packed_weights(part.name)
         tensors: dict[str, NDArray[np.generic]] = {}
         for i, entry in enumerate(part.program.weights):
             borrowed = shared.get(_share_key(part, entry))
@@ -223,17 +225,10 @@ def _share_key(part: _Part, entry: PackedWeight) -> str:
 
 def _add_program(writer: ArtifactWriter, part: _Part, options: CompileOptions, progress: Progress) -> dict[str, str]:
     """Generated source and libraries; digests of the self-test for the instruction sets that run here."""
-    folder = f"kernels/cpu/{part.name}"
-    writer.add_bytes(f"{folder}/program.cpp", part.program.source.encode())
-    digests = {}
+    progress(f"compiling {part.name}", 0, 1)
     isas = options.isas or target_isas()
-    for i, isa in enumerate(isas):
-        progress(f"compiling {part.name}", i, len(isas))
-        library = build_path(part.program.source, isa)
-        writer.add_file(f"{folder}/{isa}.so", library)
-        if isa in supported_isas():
-            digests[isa] = seeded_digest(library, part.arrays)
-    progress(f"compiling {part.name}", len(isas), len(isas))
+    digests = add_program(writer, part.name, part.program, part.lowered, part.arrays, isas)
+    progress(f"compiling {part.name}", 1, 1)
     return digests
 
 
@@ -256,22 +251,22 @@ def _add_tables(
     options: CompileOptions,
 ) -> None:
     for name, text in header_files().items():
-        writer.add_bytes(f"kernels/cpu/include/{name}", text)
+        writer.add_bytes(layout.cpu_header(name), text)
     for part in parts:
-        writer.add_bytes(f"graph/{part.name}.fsg", print_graph(part.lowered).encode())
+        writer.add_bytes(layout.graph_file(part.name), print_graph(part.lowered).encode())
     llm = parts[0].model
     assert llm.tokenizer_json is not None
-    writer.add_bytes("tokenizer.json", llm.tokenizer_json)
+    writer.add_bytes(layout.TOKENIZER, llm.tokenizer_json)
     if llm.chat_template:
-        writer.add_bytes("chat_template.jinja", llm.chat_template.encode())
-    table = next((path / NGRAM_FILE for path in ssm_paths if (path / NGRAM_FILE).is_file()), None)
+        writer.add_bytes(layout.CHAT_TEMPLATE, llm.chat_template.encode())
+    table = next((path / layout.NGRAM_TABLE for path in ssm_paths if (path / layout.NGRAM_TABLE).is_file()), None)
     if table is not None:
         # Refuse a damaged one, or another model's, now and not when it is served.
         check_vocabulary(load_table(table), llm.config.vocab_size, str(table))
-        writer.add_file(NGRAM_FILE, table)
-    writer.add_json("checks.json", checks)
+        writer.add_file(layout.NGRAM_TABLE, table)
+    writer.add_json(layout.CHECKS, checks)
     plan = options.plan or single_rank(llm.config.layers, len(parts) - 1, options.draft)
-    writer.add_json("plan.json", plan.to_json())
+    writer.add_json(layout.PLAN, plan.to_json())
 
 
 def _model_record(parts: Sequence[_Part], options: CompileOptions, gpu: GpuRecord | None) -> ModelRecord:

@@ -1,7 +1,7 @@
 """What an artifact stores for GPUs: generated kernels of every target, and weights as the graphs name them.
 
 The CPU programs read weights that are packed for their tiles; on a GPU a graph's matrix products run through torch,
-which takes them as they are. Owns ``weights/NAME.canonical.safetensors``; the kernels are gpu/package.py's.
+which takes them as they are. The kernels are gpu/package.py's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.model_record import GpuRecord
 from flexspec.compiler.artifact.write import ArtifactWriter
 from flexspec.graph import Graph
@@ -63,7 +64,7 @@ def add_gpu_parts(
 
 def _add_weights(writer: ArtifactWriter, model: GpuModel, stored: dict[str, Place]) -> dict[str, Place]:
     """Store what no earlier model has; ``stored`` are the places by content. Returns each weight's place."""
-    file = f"weights/{model.name}.canonical.safetensors"
+    file = layout.canonical_weights(model.name)
     tensors: dict[str, NDArray[np.generic]] = {}
     places: dict[str, Place] = {}
     for value in model.graph.inputs_of(Role.WEIGHT):

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from flexspec.compiler.artifact.manifest import MANIFEST_NAME
-from flexspec.compiler.artifact.model_record import ModelRecord, PartRecord, record_from_json
-from flexspec.compiler.artifact.open import Artifact, open_artifact
-from flexspec.compiler.artifact.plan import Plan, plan_from_json
-from flexspec.compiler.artifact.rank_record import NO_STAGE, RANKS_FILE, RankRecord, folder_of, ranks_from_json
+from flexspec.compiler.artifact import layout
+from flexspec.compiler.artifact.opened import OpenedArtifact
+from flexspec.compiler.artifact.rank_record import NO_STAGE, RankRecord, several_ranks
 from flexspec.draft_plan import DraftLadder
-from flexspec.errors import ArtifactError, PlanError
+from flexspec.errors import PlanError
 from flexspec.runtime.distributed.drafts import DraftHost
 from flexspec.runtime.distributed.executor import DistributedExecutor
 from flexspec.runtime.distributed.follow import Follower
@@ -27,22 +25,20 @@ from flexspec.runtime.executors.cpu_rank import CpuRank
 from flexspec.runtime.executors.step import Executor
 from flexspec.runtime.open.capacity import check_room, context_tokens, ranks_here, ssm_pages, ssms_of
 from flexspec.runtime.open.drafters import choose_ladder, ssm_drafter
-from flexspec.runtime.open.models import choose_isa, default_threads, gpu_models, open_backend
+from flexspec.runtime.open.models import choose_isa, gpu_models, open_backend, open_cpu_rank
 from flexspec.runtime.open.serve_options import ServeOptions
-from flexspec.text import parse_graph
 from flexspec.types import PAGE_TOKENS
 
 Watch = Callable[[CpuRank], object]  # is shown a rank's program before its first step
 
 
 def open_leader(
-    artifact: Artifact, llm: PartRecord, options: ServeOptions, watch: Watch | None = None
+    artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions, watch: Watch | None = None
 ) -> DistributedExecutor:
     """Rank 0's executor, once all ranks have joined. Raises ArtifactError, CapacityError, PlanError, RuntimeError."""
-    model = record_from_json(artifact.read_json("model.json"))
-    ladder = choose_ladder(options.draft, plan_from_json(artifact.read_json("plan.json")), artifact, model)
-    records, room = _records(artifact), _room(options)
-    shard = _shard(artifact, model, ladder, records[0], options, watch)
+    llm = artifact.llm
+    records, room = several_ranks(artifact.ranks, artifact.name), _room(options)
+    shard = _shard(artifact, ladder, records[0], options, watch)
     seat = _join(artifact, records, room, options)
     shard.join(seat)
     return DistributedExecutor(
@@ -57,18 +53,17 @@ def run_follower(path: Path, options: ServeOptions, watch: Watch | None = None) 
     Signals that end a server are left to rank 0, which lets running answers finish and then tells the end; a rank goes
     at once when rank 0 is gone.
     """
-    artifact = open_artifact(path, check_digests=options.checks)
-    model = record_from_json(artifact.read_json("model.json"))
-    plan = plan_from_json(artifact.read_json("plan.json"))
-    ladder = choose_ladder(options.draft, plan, artifact, model)
-    records, room, rank = _records(artifact), _room(options), int(os.environ["RANK"])
+    artifact = OpenedArtifact.at(path, check_digests=options.checks)
+    ladder = choose_ladder(options.draft, artifact)
+    records, room = several_ranks(artifact.ranks, artifact.name), _room(options)
+    rank = int(os.environ["RANK"])
     if not 0 < rank < len(records):
         raise PlanError(f"rank {rank}", f"ranks 0 to {len(records) - 1}", f"start it with --ranks {len(records)}")
     if ranks_here()[0] == rank:  # the first on its host; rank 0 does so for its own
-        check_room(artifact, model, plan, ladder, options, ranks_here())
+        check_room(artifact, ladder, options, ranks_here())
     holds = records[rank].stage != NO_STAGE
-    shard = _shard(artifact, model, ladder, records[rank], options, watch) if holds else None
-    drafters, opened = _drafters(artifact, model, plan, ladder, options)
+    shard = _shard(artifact, ladder, records[rank], options, watch) if holds else None
+    drafters, opened = _drafters(artifact, ladder, options)
     seat = _join(artifact, records, room, options)
     if shard is not None:
         shard.join(seat)
@@ -76,7 +71,7 @@ def run_follower(path: Path, options: ServeOptions, watch: Watch | None = None) 
         signal.signal(number, signal.SIG_IGN)
     Follower(
         seat, shard, DraftHost(drafters) if drafters else None, room, gives=_source(records) == rank,
-        vocab_size=model.models[0].outputs, feature_columns=model.models[0].feature_columns,
+        vocab_size=artifact.llm.outputs, feature_columns=artifact.llm.feature_columns,
     ).run()  # fmt: skip
     for each in opened:
         each.close()
@@ -86,31 +81,21 @@ def run_follower(path: Path, options: ServeOptions, watch: Watch | None = None) 
 
 
 def _drafters(
-    artifact: Artifact, model: ModelRecord, plan: Plan, ladder: DraftLadder, options: ServeOptions
+    artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions
 ) -> tuple[list[SsmDrafter], list[Executor]]:
     """The drafters of the SSMs that live on this rank, and their executors."""
-    rank, vocab_size = int(os.environ["RANK"]), model.models[0].outputs
-    context, _ = context_tokens(model, ladder, options)
-    here = [(part, ranks) for part, ranks in ssms_of(model, plan, ladder) if rank in ranks]
+    rank, vocab_size = int(os.environ["RANK"]), artifact.llm.outputs
+    context, _ = context_tokens(artifact, ladder, options)
+    here = [(part, ranks) for part, ranks in ssms_of(artifact, ladder) if rank in ranks]
     if not here:
         return [], []
-    _, executor_of = open_backend(artifact, model, ladder, options)
+    _, executor_of = open_backend(artifact, ladder, options)
     opened = [
         executor_of(part, replace(options, kv_tokens=ssm_pages(options, ranks, context) * PAGE_TOKENS))
         for part, ranks in here
     ]
     made = [ssm_drafter(part, each, ladder, vocab_size) for (part, _), each in zip(here, opened, strict=True)]
     return made, opened
-
-
-def _records(artifact: Artifact) -> tuple[RankRecord, ...]:
-    if RANKS_FILE not in artifact.names():
-        raise ArtifactError(
-            f"{artifact.root.name} holds a plan of one rank",
-            "a plan of several",
-            "compile it with --plan PLAN.json, or serve it without --ranks",
-        )
-    return ranks_from_json(artifact.read_json(RANKS_FILE), artifact.root.name)
 
 
 def _room(options: ServeOptions) -> Room:
@@ -122,36 +107,19 @@ def _source(records: tuple[RankRecord, ...]) -> int:
     return next(record.rank for record in records if record.results)
 
 
-def _join(artifact: Artifact, records: tuple[RankRecord, ...], room: Room, options: ServeOptions) -> Seat:
-    manifest = hashlib.sha256((artifact.root / MANIFEST_NAME).read_bytes()).hexdigest()
+def _join(artifact: OpenedArtifact, records: tuple[RankRecord, ...], room: Room, options: ServeOptions) -> Seat:
+    manifest = hashlib.sha256((artifact.files.root / layout.MANIFEST).read_bytes()).hexdigest()
     groups = sorted({group for record in records for group in record.groups})
     return Seat(f"{manifest} {room} {options.draft} {options.context_tokens}", len(records), groups, options.device)
 
 
 def _shard(
-    artifact: Artifact,
-    model: ModelRecord,
-    ladder: DraftLadder,
-    record: RankRecord,
-    options: ServeOptions,
-    watch: Watch | None,
+    artifact: OpenedArtifact, ladder: DraftLadder, record: RankRecord, options: ServeOptions, watch: Watch | None
 ) -> Shard:
-    name, room = folder_of(record.rank), _room(options)
     if options.device != "cpu":
-        return gpu_models(artifact, model, ladder, options).shard(name, room.pages, room.max_rows)
-    tensors = artifact.tensors(f"weights/{name}.safetensors")
-    missing = [tensor for tensor in record.weights if tensor not in tensors]
-    if missing:
-        raise ArtifactError(f"no tensor {missing[0]} for {name}", "every weight of its program", "compile it again")
-    program = CpuRank.built(
-        record.rank,
-        parse_graph(artifact.read_bytes(f"graph/{name}.fsg").decode()),
-        artifact.file(f"kernels/cpu/{name}/{choose_isa(artifact)}.so"),
-        [tensors[tensor] for tensor in record.weights],
-        pages=room.pages,
-        max_rows=room.max_rows,
-        threads=options.threads or default_threads(),
-    )
+        room = _room(options)
+        return gpu_models(artifact, ladder, options).shard(layout.rank_name(record.rank), room.pages, room.max_rows)
+    program = open_cpu_rank(artifact, choose_isa(artifact), record.rank, options)
     if watch is not None:
         watch(program)
     return CpuShard(program)

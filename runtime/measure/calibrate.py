@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.compiler.artifact.open import open_artifact
+from flexspec.compiler.artifact.model_record import LLM
+from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.compiler.prices.fit_machine import StepFit, fit_device, fit_link, fit_operator, graph_calls
 from flexspec.compiler.prices.machine import DEVICE_KEYS, Constant, Device, Link, Machine, Peaks, open_machine
 from flexspec.errors import MachineError
@@ -25,10 +26,9 @@ from flexspec.runtime.executors.step_times import lower_quartile
 from flexspec.runtime.local_ranks import host_cores
 from flexspec.runtime.measure.host_probe import HostTimes, probe_host
 from flexspec.runtime.measure.link_probe import probe_links
-from flexspec.runtime.open.engine import open_engine
+from flexspec.runtime.open.engine import open_artifact_engine
 from flexspec.runtime.open.host_memory import HostMemory, host_memory
 from flexspec.runtime.open.serve_options import ServeOptions
-from flexspec.text import parse_graph
 from flexspec.types import PAGE_TOKENS, DType, Role
 
 TEMPLATE = "cpu2"  # the shipped file whose datasheet values are kept
@@ -59,7 +59,8 @@ def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> Calibration:
     """
     template = open_machine(TEMPLATE)
     kind = template.kinds[0]
-    graph = parse_graph(open_artifact(path).read_bytes("graph/llm.fsg").decode("utf-8", "replace"))
+    artifact = OpenedArtifact.at(path)
+    graph = artifact.graph(LLM)
     dtype = next(value.type.dtype for value in graph.inputs if value.type.role is Role.WEIGHT)
     busy = min(ranks, host_cores(), MAX_BUSY)
     today = datetime.date.today().isoformat()
@@ -67,7 +68,9 @@ def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> Calibration:
     origin = f"fit {today} by flexspec calibrate on {path.name}, {dtype.value}, one thread each of {busy} busy ranks"
     fitted_peak = f"correction: {origin}; value: {TEMPLATE}'s peak, kept"
     with ExitStack() as opened:
-        served = [open_engine(path, ServeOptions(draft="off", threads=1, measure=False)) for _ in range(busy)]
+        served = [
+            open_artifact_engine(artifact, ServeOptions(draft="off", threads=1, measure=False)) for _ in range(busy)
+        ]
         for each in served:
             opened.callback(each.close)
         executors = [each.executors[0] for each in served]

@@ -58,10 +58,9 @@ def probe_host(path: Path) -> HostTimes:
 
 
 def _drafts(path: Path) -> list[str]:
-    from flexspec.compiler.artifact.model_record import record_from_json
-    from flexspec.compiler.artifact.open import open_artifact
+    from flexspec.compiler.artifact.opened import OpenedArtifact
 
-    record = record_from_json(open_artifact(path, check_digests=False).read_json("model.json"))
+    record = OpenedArtifact.at(path, check_digests=False).record
     return ["off", *(_DRAFTS if len(record.models) > 1 else ())]
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from flexspec.compiler.artifact.model_record import PartRecord
-from flexspec.compiler.artifact.open import Artifact, open_artifact
-from flexspec.draft_plan import SSMS, DraftPlan, worst_case
+from flexspec.compiler.artifact.model_record import LLM
+from flexspec.compiler.artifact.opened import OpenedArtifact
+from flexspec.draft_plan import SSMS, DraftLadder, DraftPlan, worst_case
 from flexspec.errors import EngineError
 from flexspec.runtime.drafters.budget import SpeculationWatch
 from flexspec.runtime.engine.api import Delta, RequestStats
@@ -24,10 +24,9 @@ from flexspec.runtime.engine.engine import Engine
 from flexspec.runtime.executors.cpu import CpuExecutor
 from flexspec.runtime.executors.step import Executor
 from flexspec.runtime.executors.step_times import StepTimes
-from flexspec.runtime.open.engine import Served, open_engine
+from flexspec.runtime.open.engine import Served, open_artifact_engine
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.sampling import SamplingParams
-from flexspec.text import parse_graph
 
 _SEED = 7
 _PROMPT_STEPS = 16  # rounds that a request may run while the prompts of others are read
@@ -97,8 +96,8 @@ class RoundRuns:
     """``several``: other ranks of the artifact's plan run too, and all draft plans share them."""
 
     def __init__(self, path: Path, options: ServeOptions, *, several: bool = False) -> None:
-        self._path, self._options, self._several = path, options, several
-        self._artifact = open_artifact(path, check_digests=False)
+        self._options, self._several = options, several
+        self._artifact = OpenedArtifact.at(path, check_digests=options.checks)
         self._ranks: tuple[Executor, StepTimes] | None = None
         self._engines: dict[str, Opened] = {}
 
@@ -107,9 +106,9 @@ class RoundRuns:
         if draft not in self._engines:
             heard = _Heard()
             asked = replace(self._options, draft=draft)
-            served = open_engine(self._path, asked, heard, self._open_llm if self._several else None)
+            served = open_artifact_engine(self._artifact, asked, heard, self._open_llm if self._several else None)
             llm, *ssms = served.executors
-            times = self._ranks[1] if self._ranks else self._keep_times("llm", llm)
+            times = self._ranks[1] if self._ranks else self._keep_times(LLM, llm)
             names = [name for name in SSMS if name in served.draft.sources]  # in the order of executors
             kept = [self._keep_times(name, each) for name, each in zip(names, ssms, strict=True)]
             self._engines[draft] = Opened(served, heard, times, kept)
@@ -117,15 +116,15 @@ class RoundRuns:
 
     def _keep_times(self, part: str, executor: Executor) -> StepTimes:
         assert isinstance(executor, CpuExecutor)
-        return executor.keep_times(len(parse_graph(self._artifact.read_bytes(f"graph/{part}.fsg").decode()).nodes))
+        return executor.keep_times(len(self._artifact.graph(part).nodes))
 
-    def _open_llm(self, artifact: Artifact, llm: PartRecord, options: ServeOptions) -> Executor:
+    def _open_llm(self, artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions) -> Executor:
         """The ranks' executor, once for all; with the options that the other ranks have."""
         if self._ranks is None:
             from flexspec.runtime.distributed.open import open_leader
 
             kept: list[StepTimes] = []
-            executor = open_leader(artifact, llm, self._options, lambda program: kept.append(program.keep_times()))
+            executor = open_leader(artifact, ladder, self._options, lambda program: kept.append(program.keep_times()))
             self._ranks = executor, kept[0]
         return self._ranks[0]
 

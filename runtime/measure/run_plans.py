@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from flexspec.compiler.artifact.model_record import record_from_json
-from flexspec.compiler.artifact.open import open_artifact
+from flexspec.compiler.artifact import layout
+from flexspec.compiler.artifact.model_record import LLM
+from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.compiler.artifact.plan import Plan, Stage
-from flexspec.compiler.artifact.rank_record import RANKS_FILE, folder_of
 from flexspec.compiler.pages.predicted_lines import (
     ALL,
     BETWEEN,
@@ -43,7 +43,6 @@ from flexspec.runtime.local_ranks import rank_environments
 from flexspec.runtime.measure.plan_process import Job, times_file
 from flexspec.runtime.measure.round_runs import Ask
 from flexspec.runtime.measure.stamps import RankTimes, Steps, complete, draft_lines, quartile_mean, verify_lines
-from flexspec.text import parse_graph
 from flexspec.types import DType
 
 Progress = Callable[[str, int, int], None]
@@ -121,7 +120,7 @@ def _groups(
         several = sum(stage.degree for stage in stages) > 1
         options = CompileOptions(models.dtype, isas=supported_isas()[:1], plan=plan if several else None)
         path, _ = compile_model(
-            models.llm, ssms, folder / f"{number}.fspec", options, argv=["flexspec", "plan", "--compare"]
+            models.llm, ssms, folder / f"{number}{layout.SUFFIX}", options, argv=["flexspec", "plan", "--compare"]
         )
         own = [trial for trial in trials if (trial.stages, trial.place.name != "none") == (stages, drafts)]
         times = folder / f"times{number}"
@@ -209,24 +208,24 @@ def _end(group: _Group) -> None:
 
 
 def _outcomes(problem: Problem, group: _Group) -> Iterator[tuple[Trial, Outcome]]:
-    artifact = open_artifact(group.artifact, check_digests=False)
-    record = record_from_json(artifact.read_json("model.json"))
-    several = RANKS_FILE in artifact.names()
+    artifact = OpenedArtifact.at(group.artifact, check_digests=False)
+    several = bool(artifact.ranks)
     for number, trial in enumerate(group.trials):
         rounds = group.rounds[number]
         steps = np.array([each["step"] for each in rounds])
 
         def rank_times(rank: int, steps: Any = steps, draft: str = trial.entry.draft) -> RankTimes:
-            part = folder_of(rank) if several else "llm"
-            graph = parse_graph(artifact.read_bytes(f"graph/{part}.fsg").decode())
+            graph = artifact.graph(layout.rank_name(rank) if several else LLM)
             file = times_file(group.job, f"rank{rank}") if rank else times_file(group.job, "llm.", draft)
             return RankTimes.of(split_logits(graph)[0], _load(file), steps)
 
         lines = verify_lines([[rank_times(rank) for rank in stage.ranks] for stage in group.stages])
         drafts = DraftPlan.parse(trial.entry.draft)
-        parts = [part.name for part in record.models[1:] if part.name in drafts.sources and drafts.method != "off"]
+        parts = [
+            part.name for part in artifact.record.models[1:] if part.name in drafts.sources and drafts.method != "off"
+        ]
         for place, part in enumerate(parts):
-            graph = parse_graph(artifact.read_bytes(f"graph/{part}.fsg").decode())
+            graph = artifact.graph(part)
             spans = [tuple(each["ssm_steps"][place]) for each in rounds]
             arrays = _load(times_file(group.job, f"ssm{place}.", trial.entry.draft))
             for line, values in draft_lines(graph, arrays, spans).items():

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from flexspec.compiler.artifact.model_record import LLM, ModelRecord, PartRecord
-from flexspec.compiler.artifact.open import Artifact
-from flexspec.compiler.artifact.plan import Plan
-from flexspec.compiler.artifact.rank_record import folder_of
+from flexspec.compiler.artifact import layout
+from flexspec.compiler.artifact.model_record import LLM, PartRecord
+from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.draft_plan import DraftLadder
 from flexspec.errors import ArtifactError, CapacityError
 from flexspec.kv_slots import longest_request, pages_of, request_slots
@@ -16,7 +15,7 @@ from flexspec.runtime.open.host_memory import Pool, check_memory
 from flexspec.runtime.open.serve_options import ServeOptions
 
 
-def context_tokens(record: ModelRecord, ladder: DraftLadder, options: ServeOptions) -> tuple[int, str]:
+def context_tokens(artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions) -> tuple[int, str]:
     """Longest prompt plus output of one request, and how a longer one can be had ("" if it is the model's own).
 
     The least of the model's, the pool's with one tree behind it, and the option's.
@@ -29,7 +28,7 @@ def context_tokens(record: ModelRecord, ladder: DraftLadder, options: ServeOptio
             f"at least {request_slots(2, nodes)} for trees of {nodes + 1} nodes",
             "raise --kv-tokens, or choose a smaller --draft",
         )
-    model = record.models[0].max_positions
+    model = artifact.llm.max_positions
     longest, why = (room, "raise --kv-tokens") if room < model else (model, "")
     asked = options.context_tokens
     if not asked or asked == longest:
@@ -44,12 +43,12 @@ def context_tokens(record: ModelRecord, ladder: DraftLadder, options: ServeOptio
     return asked, "raise --context"
 
 
-def ssms_of(record: ModelRecord, plan: Plan, ladder: DraftLadder) -> list[tuple[PartRecord, tuple[int, ...]]]:
+def ssms_of(artifact: OpenedArtifact, ladder: DraftLadder) -> list[tuple[PartRecord, tuple[int, ...]]]:
     """The SSMs that the ladder drafts with, and the ranks where each lives."""
-    ssms = [part for part in record.models if part.name != LLM]
+    ssms, plan = artifact.record.models[1:], artifact.plan
     if len(ssms) != len(plan.ssm_ranks):
         raise ArtifactError(
-            f"a plan for {len(plan.ssm_ranks)} SSMs", f"the {len(ssms)} of model.json", "compile the model again"
+            f"a plan for {len(plan.ssm_ranks)} SSMs", f"the {len(ssms)} of {layout.MODELS}", artifact.fix
         )
     return [each for each in zip(ssms, plan.ssm_ranks, strict=True) if each[0].name in ladder.sources]
 
@@ -61,25 +60,18 @@ def ssm_pages(options: ServeOptions, ranks: Sequence[int], context: int) -> int:
     return min(options.pages, max(-(-options.pages // len(ranks)), 2 * (pages_of(context) + 1)))
 
 
-def check_room(
-    artifact: Artifact,
-    record: ModelRecord,
-    plan: Plan,
-    ladder: DraftLadder,
-    options: ServeOptions,
-    ranks: Sequence[int] = (),
-) -> None:
+def check_room(artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions, ranks: Sequence[int] = ()) -> None:
     """Raise CapacityError when what this host will run does not fit into its memory (CPU only).
 
     ``ranks``: those of the plan that run here; none where the whole model does.
     """
     if options.device != "cpu":
         return
-    context, _ = context_tokens(record, ladder, options)
-    held = {rank for stage in plan.stages for rank in stage.ranks}
-    pools = [Pool(folder_of(rank), options.pages) for rank in ranks if rank in held]
+    context, _ = context_tokens(artifact, ladder, options)
+    held = {rank for stage in artifact.plan.stages for rank in stage.ranks}
+    pools = [Pool(layout.rank_name(rank), options.pages) for rank in ranks if rank in held]
     pools += [Pool(LLM, options.pages)] if not ranks else []
-    for part, living in ssms_of(record, plan, ladder):
+    for part, living in ssms_of(artifact, ladder):
         pages = ssm_pages(options, living, context) if ranks else options.pages
         pools += [Pool(part.name, pages)] * (sum(rank in ranks for rank in living) if ranks else 1)
     check_memory(artifact, pools, max(options.max_rows, options.max_requests), options.max_requests)

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from flexspec.compiler.artifact.model_record import LLM, ModelRecord, PartRecord
-from flexspec.compiler.artifact.ngram_table import NGRAM_FILE, check_table, check_vocabulary
-from flexspec.compiler.artifact.open import Artifact
-from flexspec.compiler.artifact.plan import Plan, damaged
+from flexspec.compiler.artifact import layout
+from flexspec.compiler.artifact.model_record import PartRecord
+from flexspec.compiler.artifact.ngram_table import check_table, check_vocabulary
+from flexspec.compiler.artifact.opened import OpenedArtifact
+from flexspec.compiler.artifact.plan import damaged
 from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.errors import ArtifactError, RequestError
 from flexspec.runtime.drafters.base import Drafter
@@ -24,14 +25,14 @@ from flexspec.runtime.open.serve_options import DEFAULT_DRAFT
 _OFF = DraftPlan(method="off")
 
 
-def choose_ladder(text: str, plan: Plan, artifact: Artifact, record: ModelRecord) -> DraftLadder:
+def choose_ladder(text: str, artifact: OpenedArtifact) -> DraftLadder:
     """The draft plan asked for, for every batch size, with all sources unless it names its own; "auto": the artifact's.
 
     Raises RequestError for a text that is no draft plan, ArtifactError for sources that the artifact has not.
     """
-    sources = _sources(artifact, record)
+    sources, plan = _sources(artifact), artifact.plan
     if text == DEFAULT_DRAFT:
-        drafts = parse_ladder(plan, "plan.json", damaged)
+        drafts = parse_ladder(plan, layout.PLAN, damaged)
         batches = [batch for batch, _ in plan.ladder]
         return DraftLadder(tuple(zip(batches, (_offered(draft, sources) for draft in drafts), strict=True)))
     parsed = DraftPlan.parse(text)
@@ -58,19 +59,19 @@ def _offered(stored: DraftPlan, sources: Sequence[str]) -> DraftPlan:
         return _OFF
 
 
-def _sources(artifact: Artifact, record: ModelRecord) -> tuple[str, ...]:
+def _sources(artifact: OpenedArtifact) -> tuple[str, ...]:
     """Names of all sources of drafts that the artifact has."""
-    table = (NGRAM_FILE,) if NGRAM_FILE in artifact.names() else ()
-    return ("suffix", *("ngram" for _ in table), *(part.name for part in record.models if part.name != LLM))
+    table = ("ngram",) if layout.NGRAM_TABLE in artifact.files.names() else ()
+    return ("suffix", *table, *(part.name for part in artifact.record.models[1:]))
 
 
-def cheap_drafters(artifact: Artifact, ladder: DraftLadder, vocab_size: int) -> list[Drafter]:
+def cheap_drafters(artifact: OpenedArtifact, ladder: DraftLadder, vocab_size: int) -> list[Drafter]:
     """The drafters of the ladder that run no model. Raises ArtifactError for a table that is not the LLM's."""
     made: list[Drafter] = [SuffixDrafter()]
     if "ngram" in ladder.sources:
-        table = artifact.tensors(NGRAM_FILE)
-        check_table(table, NGRAM_FILE)
-        check_vocabulary(table, vocab_size, NGRAM_FILE)
+        table = artifact.files.tensors(layout.NGRAM_TABLE)
+        check_table(table, layout.NGRAM_TABLE)
+        check_vocabulary(table, vocab_size, layout.NGRAM_TABLE)
         made.append(NgramDrafter(NgramModel(table)))
     return made
 

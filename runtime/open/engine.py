@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flexspec.compiler.artifact.model_record import ModelRecord, PartRecord, record_from_json
-from flexspec.compiler.artifact.open import Artifact, open_artifact
-from flexspec.compiler.artifact.plan import Plan, plan_from_json
+from flexspec.compiler.artifact import layout
+from flexspec.compiler.artifact.opened import OpenedArtifact
+from flexspec.compiler.artifact.plan import Plan
 from flexspec.draft_plan import DraftLadder
 from flexspec.errors import ArtifactError
 from flexspec.runtime.drafters.base import DraftsElsewhere
@@ -30,9 +30,6 @@ from flexspec.runtime.open.step_costs import measure_steps
 from flexspec.runtime.text.chat import ChatRenderer
 from flexspec.runtime.text.tokenizer import Detokenizer, Tokenizer
 from flexspec.types import PAGE_TOKENS
-
-CHAT_FILE = "chat_template.jinja"
-_REBUILD = "compile the model again"
 
 
 @dataclass(slots=True)
@@ -54,7 +51,7 @@ class Served:
             executor.close()
 
 
-OpenLlm = Callable[[Artifact, PartRecord, ServeOptions], Executor]
+OpenLlm = Callable[[OpenedArtifact, DraftLadder, ServeOptions], Executor]
 
 
 def open_engine(
@@ -64,21 +61,27 @@ def open_engine(
 
     Raises ArtifactError, CapacityError, RequestError for a bad draft plan, ToolchainError for a device that is missing.
     """
-    artifact = open_artifact(path, check_digests=options.checks)
-    record = record_from_json(artifact.read_json("model.json"))
-    plan = plan_from_json(artifact.read_json("plan.json"))
-    ladder = choose_ladder(options.draft, plan, artifact, record)
-    isa, executor_of = open_backend(artifact, record, ladder, options)
-    context, longer_context = context_tokens(record, ladder, options)
-    check_room(artifact, record, plan, ladder, options, ranks_here() if open_llm else ())
-    tokenizer = Tokenizer(artifact.read_bytes("tokenizer.json"), record.eos_ids, record.bos_id)
-    chat = _chat(artifact, record)
+    artifact = OpenedArtifact.at(path, check_digests=options.checks)
+    return open_artifact_engine(artifact, options, observer, open_llm)
+
+
+def open_artifact_engine(
+    artifact: OpenedArtifact, options: ServeOptions, observer: Observer | None = None, open_llm: OpenLlm | None = None
+) -> Served:
+    """``open_engine`` of an artifact that is open already."""
+    record, plan = artifact.record, artifact.plan
+    ladder = choose_ladder(options.draft, artifact)
+    isa, executor_of = open_backend(artifact, ladder, options)
+    context, longer_context = context_tokens(artifact, ladder, options)
+    check_room(artifact, ladder, options, ranks_here() if open_llm else ())
+    tokenizer = Tokenizer(artifact.files.read_bytes(layout.TOKENIZER), record.eos_ids, record.bos_id)
+    chat = _chat(artifact)
     with ExitStack() as opened:
-        llm = open_llm(artifact, record.models[0], options) if open_llm else executor_of(record.models[0], options)
+        llm = open_llm(artifact, ladder, options) if open_llm else executor_of(artifact.llm, options)
         opened.callback(llm.close)
         drafters = cheap_drafters(artifact, ladder, llm.vocab_size)
         executors = [llm]
-        for part, ranks in ssms_of(record, plan, ladder):
+        for part, ranks in ssms_of(artifact, ladder):
             others = llm if isinstance(llm, DraftsElsewhere) and ranks != (0,) else None
             own: SsmDrafter | None = None
             if others is None or 0 in ranks:
@@ -105,11 +108,11 @@ def _one(requests: int) -> int:
     return 1
 
 
-def _chat(artifact: Artifact, record: ModelRecord) -> ChatRenderer | None:
-    if CHAT_FILE not in artifact.names():
+def _chat(artifact: OpenedArtifact) -> ChatRenderer | None:
+    if layout.CHAT_TEMPLATE not in artifact.files.names():
         return None
     try:
-        template = artifact.read_bytes(CHAT_FILE).decode()
+        template = artifact.files.read_bytes(layout.CHAT_TEMPLATE).decode()
     except UnicodeDecodeError as error:
-        raise ArtifactError(f"{CHAT_FILE} is not UTF-8 ({error})", "a text", "compile the model again") from None
-    return ChatRenderer(template, record.special_tokens)
+        raise ArtifactError(f"{layout.CHAT_TEMPLATE} is not UTF-8 ({error})", "a text", artifact.fix) from None
+    return ChatRenderer(template, artifact.record.special_tokens)

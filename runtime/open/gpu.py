@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from flexspec.compiler.artifact.model_record import GpuRecord, ModelRecord, PartRecord
-from flexspec.compiler.artifact.open import Artifact
-from flexspec.compiler.artifact.tensor_file import AnyArray
+from flexspec.compiler.artifact import layout
+from flexspec.compiler.artifact.model_record import GpuRecord, PartRecord
+from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.errors import ArtifactError, CapacityError, ToolchainError
 from flexspec.graph import Graph
 from flexspec.kernels.gpu.aot import CompiledVariant
@@ -24,8 +24,6 @@ from flexspec.kernels.gpu.package import read_packaged
 from flexspec.kernels.gpu.targets import TARGETS
 from flexspec.runtime.distributed.shards import TritonShard
 from flexspec.runtime.executors.triton import TritonExecutor, gpu_architecture
-from flexspec.text import parse_graph
-from flexspec.verifier import verify
 
 TORCH_DEVICES = {"cuda": "cuda", "interpret": "cpu"}
 
@@ -34,7 +32,7 @@ TORCH_DEVICES = {"cuda": "cuda", "interpret": "cpu"}
 class GpuModels:
     """An artifact as one device runs it. ``target`` is the architecture whose kernels are taken."""
 
-    artifact: Artifact
+    artifact: OpenedArtifact
     record: GpuRecord
     device: str
     target: str
@@ -49,33 +47,28 @@ class GpuModels:
         Raises ArtifactError for parts that are missing or do not belong together, CapacityError when the device's
         memory is too small, ToolchainError where the kernels cannot run.
         """
-        graph = self._graph(part.name)
+        graph = self.artifact.graph(part.name)
         self._check_sizes(part, graph)
         with _memory_for(part.name):
             return TritonExecutor(
-                graph, self._weights(part.name), pages, max_rows, TORCH_DEVICES[self.device],
+                graph, self.artifact.canonical_weights(part.name), pages, max_rows, TORCH_DEVICES[self.device],
                 compiled=self._kernels(graph), max_tree_tokens=self.record.max_tree_tokens,
             )  # fmt: skip
 
     def shard(self, name: str, pages: int, max_rows: int) -> TritonShard:
         """One rank's part of the LLM, as ``name`` in the artifact. Raises as ``executor``."""
-        graph = self._graph(name)
-        weights = self.artifact.tensors(f"weights/{name}.canonical.safetensors")
+        graph = self.artifact.graph(name)
+        weights = self.artifact.canonical_weights(name)
         with _memory_for(name):
             return TritonShard(
                 graph, weights, pages=pages, max_rows=max_rows, device=TORCH_DEVICES[self.device],
                 compiled=self._kernels(graph), max_tree_tokens=self.record.max_tree_tokens,
             )  # fmt: skip
 
-    def _graph(self, name: str) -> Graph:
-        graph = parse_graph(self.artifact.read_bytes(f"graph/{name}.fsg").decode())
-        verify(graph)
-        return graph
-
     def _kernels(self, graph: Graph) -> dict[Variant, CompiledVariant]:
         variants = kernel_variants(graph, self.record.max_tree_tokens).values()
         return {
-            variant: read_packaged(variant, self.target, self.artifact.read_bytes)
+            variant: read_packaged(variant, self.target, self.artifact.files.read_bytes)
             for variant in dict.fromkeys(variants)
         }
 
@@ -83,21 +76,9 @@ class GpuModels:
         outputs = graph.types()[graph.outputs[0]].dims[-1]
         if outputs != part.outputs:
             raise ArtifactError(
-                f"model.json tells {part.outputs} outputs of {part.name}", f"its graph's {outputs}",
-                f"rebuild it: {self.artifact.manifest.rebuild}",
+                f"{layout.MODELS} tells {part.outputs} outputs of {part.name}", f"its graph's {outputs}",
+                self.artifact.fix,
             )  # fmt: skip
-
-    def _weights(self, model: str) -> dict[str, AnyArray]:
-        """The weights of a model by name; one may lie in another model's file."""
-        places = self.record.weights[model]
-        files = {file: self.artifact.tensors(file) for file in dict.fromkeys(file for file, _ in places.values())}
-        missing = [tensor for file, tensor in places.values() if tensor not in files[file]]
-        if missing:
-            raise ArtifactError(
-                f"no tensor {missing[0]} for {model}", "every weight of its graph",
-                f"rebuild it: {self.artifact.manifest.rebuild}",
-            )  # fmt: skip
-        return {name: files[file][tensor] for name, (file, tensor) in places.items()}
 
 
 @contextmanager
@@ -111,7 +92,7 @@ def _memory_for(name: str) -> Iterator[None]:
         ) from None  # fmt: skip
 
 
-def open_gpu(artifact: Artifact, record: ModelRecord, device: str, tree_rows: int) -> GpuModels:
+def open_gpu(artifact: OpenedArtifact, device: str, tree_rows: int) -> GpuModels:
     """Choose kernels for ``device``; ``tree_rows`` is the largest token tree of the draft plan, the root counted.
 
     Raises ToolchainError without such a device, ArtifactError naming the command that rebuilds the artifact when it has
@@ -127,7 +108,7 @@ def open_gpu(artifact: Artifact, record: ModelRecord, device: str, tree_rows: in
         raise ToolchainError(
             f"a GPU of architecture {target}", f"one of {', '.join(TARGETS)}", "run it with --device cpu"
         )
-    gpu = record.gpu
+    gpu = artifact.record.gpu
     if target not in built or gpu is None:
         raise _not_built(artifact, target, built)
     if tree_rows > gpu.max_tree_tokens:
@@ -138,10 +119,10 @@ def open_gpu(artifact: Artifact, record: ModelRecord, device: str, tree_rows: in
     return GpuModels(artifact, gpu, device, target)
 
 
-def _not_built(artifact: Artifact, target: str, built: Sequence[str]) -> ArtifactError:
+def _not_built(artifact: OpenedArtifact, target: str, built: Sequence[str]) -> ArtifactError:
     option = "" if target in built else f" --target {target}"
     found = "GPU kernels without weights" if target in built else ", ".join(artifact.manifest.targets) or "no target"
     return ArtifactError(
-        f"{artifact.root.name} holds {found}", f"kernels and weights for {target}",
-        f"rebuild it: {artifact.manifest.rebuild}{option}",
+        f"{artifact.name} holds {found}", f"kernels and weights for {target}",
+        f"{artifact.fix}{option}",
     )  # fmt: skip

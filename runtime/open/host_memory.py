@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flexspec.compiler.artifact.open import Artifact
+from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.compiler.prices.memory import RankBytes, graph_bytes
 from flexspec.compiler.prices.profile import step_sizes
 from flexspec.errors import CapacityError
-from flexspec.text import parse_graph
 from flexspec.types import PAGE_TOKENS
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
@@ -73,7 +72,7 @@ def _group_limits(cgroup: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def check_memory(
-    artifact: Artifact, pools: Sequence[Pool], rows: int, requests: int, host: HostMemory | None = None
+    artifact: OpenedArtifact, pools: Sequence[Pool], rows: int, requests: int, host: HostMemory | None = None
 ) -> None:
     """Refuse pools that cannot be: raises CapacityError with the byte table.
 
@@ -99,11 +98,11 @@ def check_memory(
     )
 
 
-def _held(artifact: Artifact, pools: Sequence[Pool], rows: int, requests: int) -> tuple[RankBytes, int]:
+def _held(artifact: OpenedArtifact, pools: Sequence[Pool], rows: int, requests: int) -> tuple[RankBytes, int]:
     """All models together, and bytes of one page more in each pool."""
     held, per_page = RankBytes(0, 0, 0, 0, 0, 0, 0, 0), 0
     for pool in pools:
-        graph = parse_graph(artifact.read_bytes(f"graph/{pool.graph}.fsg").decode())
+        graph = artifact.graph(pool.graph)
         sizes = {**step_sizes(rows, requests, pool.pages * PAGE_TOKENS // requests), "P": pool.pages}
         each = graph_bytes(graph, sizes)
         per_page += each.kv // pool.pages + 4

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from flexspec.compiler.artifact.model_record import ModelRecord, PartRecord
-from flexspec.compiler.artifact.open import Artifact
+from flexspec.compiler.artifact import layout
+from flexspec.compiler.artifact.model_record import PartRecord
+from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.draft_plan import DraftLadder
 from flexspec.errors import ArtifactError, ToolchainError
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.cpu.check import seeded_digest
 from flexspec.runtime.executors.cpu import CpuExecutor
+from flexspec.runtime.executors.cpu_rank import CpuRank
 from flexspec.runtime.executors.step import Executor
 from flexspec.runtime.local_ranks import host_cores
 from flexspec.runtime.open.serve_options import ServeOptions
@@ -23,21 +25,19 @@ from flexspec.runtime.open.serve_options import ServeOptions
 if TYPE_CHECKING:
     from flexspec.runtime.open.gpu import GpuModels
 
-_REBUILD = "compile the model again"
-
 
 def open_backend(
-    artifact: Artifact, record: ModelRecord, ladder: DraftLadder, options: ServeOptions
+    artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions
 ) -> tuple[str, Callable[[PartRecord, ServeOptions], Executor]]:
     """What the kernels run on, and the maker of a model's executor there."""
     if options.device == "cpu":
         isa = choose_isa(artifact)
         return isa, lambda part, sized: open_cpu(artifact, isa, part, sized)
-    gpu = gpu_models(artifact, record, ladder, options)
+    gpu = gpu_models(artifact, ladder, options)
     return gpu.name, lambda part, sized: gpu.executor(part, sized.pages, max(sized.max_rows, sized.max_requests))
 
 
-def gpu_models(artifact: Artifact, record: ModelRecord, ladder: DraftLadder, options: ServeOptions) -> GpuModels:
+def gpu_models(artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions) -> GpuModels:
     """The artifact on a GPU. Raises as open/gpu.py: open_gpu, and ToolchainError without PyTorch."""
     try:
         from flexspec.runtime.open.gpu import open_gpu
@@ -47,24 +47,22 @@ def gpu_models(artifact: Artifact, record: ModelRecord, ladder: DraftLadder, opt
             "pip install torch, or run it with --device cpu",
         ) from None  # fmt: skip
     worst = ladder.worst
-    return open_gpu(artifact, record, options.device, max(worst.max_nodes + 1, worst.ssm_rows))
+    return open_gpu(artifact, options.device, max(worst.max_nodes + 1, worst.ssm_rows))
 
 
-def choose_isa(artifact: Artifact) -> str:
+def choose_isa(artifact: OpenedArtifact) -> str:
     """The best instruction set that both the artifact and this CPU have."""
     here = supported_isas()
     for isa in here:
-        if f"cpu-{isa}" in artifact.manifest.targets:
+        if layout.cpu_target(isa) in artifact.manifest.targets:
             return isa
-    artifact.require_target(f"cpu-{here[0]}")
+    artifact.files.require_target(layout.cpu_target(here[0]))
     raise AssertionError("require_target raises for a target that is not there")
 
 
-def open_cpu(artifact: Artifact, isa: str, part: PartRecord, options: ServeOptions) -> CpuExecutor:
-    library = artifact.file(f"kernels/cpu/{part.name}/{isa}.so")
-    weights = _weights(artifact, part)
-    if options.checks:
-        _self_test(artifact, isa, part.name, library, weights)
+def open_cpu(artifact: OpenedArtifact, isa: str, part: PartRecord, options: ServeOptions) -> CpuExecutor:
+    """A model on the CPU. Raises ArtifactError for a program that is not the one that was compiled, CapacityError."""
+    library, weights = _program(artifact, isa, part.name, options)
     executor = CpuExecutor(
         library,
         weights,
@@ -77,17 +75,35 @@ def open_cpu(artifact: Artifact, isa: str, part: PartRecord, options: ServeOptio
     recorded = (part.outputs, part.vocab_size, part.feature_columns, part.reads_features)
     if found != recorded or part.max_positions > facts.max_positions:
         executor.close()
-        raise ArtifactError(f"model.json tells other sizes of {part.name} than its program", f"{facts}", _REBUILD)
+        raise ArtifactError(
+            f"{layout.MODELS} tells other sizes of {part.name} than its program", f"{facts}", artifact.fix
+        )
     return executor
 
 
-def _weights(artifact: Artifact, part: PartRecord) -> list[NDArray[Any]]:
-    """The arrays of the program's weight table; a model may use another one's file."""
-    files = {file: artifact.tensors(file) for file in dict.fromkeys(file for file, _ in part.weights)}
-    missing = [tensor for file, tensor in part.weights if tensor not in files[file]]
-    if missing:
-        raise ArtifactError(f"no tensor {missing[0]} for {part.name}", "every weight of its program", _REBUILD)
-    return [files[file][tensor] for file, tensor in part.weights]
+def open_cpu_rank(artifact: OpenedArtifact, isa: str, rank: int, options: ServeOptions) -> CpuRank:
+    """A rank's part of the LLM on the CPU. Raises as ``open_cpu``."""
+    name = layout.rank_name(rank)
+    library, weights = _program(artifact, isa, name, options)
+    return CpuRank.built(
+        rank,
+        artifact.graph(name),
+        library,
+        weights,
+        pages=options.pages,
+        max_rows=max(options.max_rows, options.max_requests),
+        threads=options.threads or default_threads(),
+    )
+
+
+def _program(
+    artifact: OpenedArtifact, isa: str, name: str, options: ServeOptions
+) -> tuple[Path, Sequence[NDArray[Any]]]:
+    """A program and its weights, self-tested."""
+    library, weights = artifact.library(name, isa), artifact.packed_weights(name)
+    if options.checks:
+        _self_test(artifact, isa, name, library, weights)
+    return library, weights
 
 
 def default_threads() -> int:
@@ -98,17 +114,14 @@ def default_threads() -> int:
     return max(1, min(8, host_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
 
 
-def _self_test(artifact: Artifact, isa: str, name: str, library: Path, weights: Sequence[NDArray[Any]]) -> None:
-    try:
-        expected = artifact.read_json("checks.json").get(name, {}).get(isa)
-    except AttributeError:
-        raise ArtifactError("checks.json holds no table of digests", "one for each model", _REBUILD) from None
+def _self_test(artifact: OpenedArtifact, isa: str, name: str, library: Path, weights: Sequence[NDArray[Any]]) -> None:
+    expected = artifact.digest(name, isa)
     if expected is None:  # compiled on a machine that could not run this instruction set
         return
-    found = seeded_digest(library, weights)
+    found = seeded_digest(library, weights, artifact.graph(name))
     if found != expected:
         raise ArtifactError(
-            f"{name} on {isa} computes other logits ({found[:12]}) than at compile time ({expected!s:.12})",
+            f"{name} on {isa} computes other values ({found[:12]}) than at compile time ({expected!s:.12})",
             "the same bytes",
-            f"rebuild it: {artifact.manifest.rebuild}; if it persists set FLEXSPEC_CPU_ISA=avx512 or avx2",
+            f"{artifact.fix}; if it persists set FLEXSPEC_CPU_ISA=avx512 or avx2",
         )

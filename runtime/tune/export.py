@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.ngram_table import Arrays, save_table
 from flexspec.compiler.frontends.loaded_model import LoadedModel
 from flexspec.errors import TuneError
@@ -83,7 +84,7 @@ def export(
     tensors["keep_ids"] = torch.from_numpy(kept.astype(np.int32))
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     (partial / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
-    save_table(table, partial / "ngram.safetensors")
+    save_table(table, partial / layout.NGRAM_TABLE)
     _write_json(partial / "config.json", config_json(model, config))
     _write_json(
         partial / "tune.json",
@@ -134,7 +135,8 @@ instruction set and torch are of the same version.
   deeper drafts read the SSM's own output state (the EAGLE-3 idea, arXiv 2503.01840).
 - Output: {config.exported_vocab_size} tokens (`keep_ids`), the most frequent of the {config.reduced_vocab_size} that
   it was trained on.
-- `ngram.safetensors`: a back-off {config.ngram_order}-gram table of the same answers, a drafter without a model step.
+- `{layout.NGRAM_TABLE}`: a back-off {config.ngram_order}-gram table of the same answers, a drafter
+  without a model step.
 - LLM: sha256 of its file `{model.source_hash}`.
 - Licence: Apache-2.0, as flexspec.
 

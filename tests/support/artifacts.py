@@ -13,7 +13,8 @@ from typing import Any
 import tiny_models
 from built_once import built_once
 
-from flexspec.compiler.artifact.manifest import MANIFEST_NAME, FileEntry, decode_manifest, encode_manifest
+from flexspec.compiler.artifact import layout
+from flexspec.compiler.artifact.manifest import FileEntry, decode_manifest, encode_manifest
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.package.compile_model import CompileOptions, compile_model
 from flexspec.types import DType
@@ -55,9 +56,9 @@ def changed_copy(artifact: Path, out: Path, name: str, change: Callable[[bytes],
     data = change((out / name).read_bytes())
     (out / name).write_bytes(data)
     if signed:
-        manifest = decode_manifest((out / MANIFEST_NAME).read_bytes(), out.name)
+        manifest = decode_manifest((out / layout.MANIFEST).read_bytes(), out.name)
         files = {**manifest.files, name: FileEntry(len(data), hashlib.sha256(data).hexdigest())}
-        (out / MANIFEST_NAME).write_bytes(encode_manifest(replace(manifest, files=files)))
+        (out / layout.MANIFEST).write_bytes(encode_manifest(replace(manifest, files=files)))
     return out
 
 

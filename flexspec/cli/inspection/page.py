@@ -13,7 +13,7 @@ from flexspec.types import Role
 
 if TYPE_CHECKING:
     from flexspec.compiler.artifact.model_record import PartRecord
-    from flexspec.compiler.artifact.open import Artifact
+    from flexspec.compiler.artifact.opened import OpenedArtifact
     from flexspec.compiler.frontends.loaded_model import LoadedModel
     from flexspec.graph import Graph
     from flexspec.models.config import ModelConfig
@@ -22,18 +22,13 @@ Page = dict[str, Any]
 _OPEN_BATCH = 1 << 30
 
 
-def artifact_page(artifact: Artifact) -> Page:
+def artifact_page(artifact: OpenedArtifact) -> Page:
     """Everything an artifact says of itself. Raises ArtifactError for parts that are missing or damaged."""
-    from flexspec.compiler.artifact.model_record import record_from_json
-    from flexspec.compiler.artifact.plan import plan_from_json
-
-    manifest = artifact.manifest
-    record = record_from_json(artifact.read_json("model.json"))
-    plan = plan_from_json(artifact.read_json("plan.json"))
+    manifest, record, plan = artifact.manifest, artifact.record, artifact.plan
     sizes = {name: entry.size_bytes for name, entry in sorted(manifest.files.items())}
     page: Page = {
         "artifact": {
-            "path": artifact.root.name,
+            "path": artifact.name,
             "name": record.name,
             "source_hash": record.source_hash,
             "format_version": manifest.format_version,
@@ -57,7 +52,7 @@ def artifact_page(artifact: Artifact) -> Page:
                 for batch, draft in plan.ladder
             ],
         },
-        "self_tests": _self_tests(artifact),
+        "self_tests": {name: sorted(isas) for name, isas in sorted(artifact.digests.items())},
         "gpu_kernels": _kernel_rows(artifact),
         "files": [{"file": name, "bytes": size} for name, size in sizes.items()],
     }
@@ -83,53 +78,46 @@ def _part_row(part: PartRecord, dtype: str) -> dict[str, Any]:
     }
 
 
-def part_page(artifact: Artifact, name: str, graph: Graph) -> Page:
+def part_page(artifact: OpenedArtifact, name: str, graph: Graph) -> Page:
     """One model of an artifact, and its graph as the artifact holds it. ``name`` is known to be one of its models."""
-    from flexspec.compiler.artifact.model_record import record_from_json
+    from flexspec.compiler.artifact import layout
 
-    record = record_from_json(artifact.read_json("model.json"))
+    record = artifact.record
     part = next((part for part in record.models if part.name == name), None)
     if part is None:
-        raise _odd(artifact, "model.json", f"an entry for {name}")
+        raise _odd(artifact, layout.MODELS, f"an entry for {name}")
     model = _part_row(part, record.dtype) | {"canonical_hash": part.graph_hash}  # the table cuts it
     return {"model": model, **graph_page(graph, "lowered")}
 
 
-def _self_tests(artifact: Artifact) -> dict[str, list[str]]:
-    """Instruction sets with a recorded digest, by model."""
-    body = artifact.read_json("checks.json")
-    if not isinstance(body, dict) or not all(isinstance(isas, dict) for isas in body.values()):
-        raise _odd(artifact, "checks.json", "digests by model and instruction set")
-    return {name: sorted(isas) for name, isas in sorted(body.items())}
-
-
-def _kernel_rows(artifact: Artifact) -> list[dict[str, Any]]:
+def _kernel_rows(artifact: OpenedArtifact) -> list[dict[str, Any]]:
     """The resource table of the packaged GPU kernels, one kernel a row; empty without GPU targets."""
+    from flexspec.compiler.artifact import layout
+
     rows = []
-    for file in artifact.names("kernels/"):
-        if not file.endswith("/meta.json"):
-            continue
+    for variant in layout.gpu_variants(artifact.files.names()):
+        file = layout.gpu_kernel_facts(variant)
         try:
-            rows += _variant_rows(artifact, file.removesuffix("/meta.json"), artifact.read_json(file))
+            rows += _variant_rows(artifact, variant, artifact.files.read_json(file))
         except (KeyError, TypeError, AttributeError):
             raise _odd(artifact, file, "kernels by target with their resources") from None
     return rows
 
 
-def _variant_rows(artifact: Artifact, folder: str, meta: Any) -> list[dict[str, Any]]:
+def _variant_rows(artifact: OpenedArtifact, variant: str, meta: Any) -> list[dict[str, Any]]:
+    from flexspec.compiler.artifact import layout
+
     rows = []
     for target, each in sorted(meta["targets"].items()):
         for entry, kernel in sorted(each["kernels"].items()):
-            binary = artifact.manifest.files[f"{folder}/{kernel['file']}"]
-            row = {"variant": folder.removeprefix("kernels/"), "target": target, "kernel": entry}
+            binary = artifact.manifest.files[layout.gpu_member(variant, kernel["file"])]
+            row = {"variant": variant, "target": target, "kernel": entry}
             rows.append(row | dict(kernel["resources"]) | {"binary_bytes": binary.size_bytes})
     return rows
 
 
-def _odd(artifact: Artifact, file: str, expected: str) -> ArtifactError:
-    return ArtifactError(
-        f"{artifact.root.name}: {file} of an unknown form", expected, f"rebuild it: {artifact.manifest.rebuild}"
-    )
+def _odd(artifact: OpenedArtifact, file: str, expected: str) -> ArtifactError:
+    return ArtifactError(f"{artifact.name}: {file} of an unknown form", expected, artifact.fix)
 
 
 def model_page(model: LoadedModel, graph: Graph, form: str) -> Page:

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.manifest import (
-    MANIFEST_NAME,
     canonical_json,
     decode_manifest,
     is_valid_name,
@@ -73,7 +73,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 def test_two_folders_give_the_same_bytes(tmp_path: Path) -> None:
     first, second = build(tmp_path / "a" / "tiny.fspec"), build(tmp_path / "b" / "c" / "other.fspec")
-    os.utime(first / MANIFEST_NAME, (0, 0))
+    os.utime(first / layout.MANIFEST, (0, 0))
     assert tree_bytes(first) == tree_bytes(second)
     packed = [pack_artifact(folder, tmp_path / f"{i}.fspec").read_bytes() for i, folder in enumerate((first, second))]
     assert packed[0] == packed[1]
@@ -180,7 +180,7 @@ def test_errors_name_the_file_and_the_rebuild_command(tmp_path: Path) -> None:
         open_artifact(out)
 
     with pytest.raises(ArtifactError, match=r"holds no kernels/none"):
-        Artifact(out, decode_manifest((out / MANIFEST_NAME).read_bytes(), "")).file("kernels/none")
+        Artifact(out, decode_manifest((out / layout.MANIFEST).read_bytes(), "")).file("kernels/none")
 
 
 def test_open_without_digests_still_hashes_small_files(tmp_path: Path) -> None:
@@ -199,8 +199,8 @@ def test_open_without_digests_still_hashes_small_files(tmp_path: Path) -> None:
 
 def test_another_format_version_is_named(tmp_path: Path) -> None:
     out = build(tmp_path / "tiny.fspec")
-    body = json.loads((out / MANIFEST_NAME).read_bytes())
-    (out / MANIFEST_NAME).write_bytes(canonical_json(body | {"format_version": 99}))
+    body = json.loads((out / layout.MANIFEST).read_bytes())
+    (out / layout.MANIFEST).write_bytes(canonical_json(body | {"format_version": 99}))
     with pytest.raises(ArtifactError, match="format version 99"):
         open_artifact(out)
 

@@ -8,7 +8,6 @@ import pytest
 
 from flexspec.errors import ArtifactError, CompileError, ToolchainError
 from flexspec.kernels.gpu import aot as triton_aot
-from flexspec.kernels.gpu import package as triton_package
 from flexspec.kernels.gpu.aot import CompiledKernel, CompiledVariant, Resources, compile_variant, compile_variants
 from flexspec.kernels.gpu.attention.variant import AttentionVariant, TileConfig, candidate_configs
 from flexspec.kernels.gpu.package import format_rows, package_kernels, read_packaged
@@ -146,4 +145,3 @@ def test_missing_triton_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_meta_is_plain_json(compiled: tuple[CompiledVariant, ...]) -> None:
     for each in compiled:
         assert json.loads(json.dumps(each.kernels["attend"].meta)) == each.kernels["attend"].meta
-    assert triton_package.FOLDER == "kernels"

@@ -15,6 +15,7 @@ from benchmarks import gpu_serve
 from flexspec.cli import main as cli
 from flexspec.compiler.artifact.model_record import record_from_json
 from flexspec.compiler.artifact.open import Artifact, open_artifact
+from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.errors import ArtifactError, CapacityError, ToolchainError
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.package.compile_model import CompileOptions, compile_model
@@ -40,8 +41,7 @@ class Made:
         return self.artifact.root
 
     def open_gpu(self, device: str = "interpret", tree_rows: int = 9) -> triton_open.GpuModels:
-        record = record_from_json(self.artifact.read_json("model.json"))
-        return triton_open.open_gpu(self.artifact, record, device, tree_rows)
+        return triton_open.open_gpu(OpenedArtifact.of(self.artifact), device, tree_rows)
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import artifacts
 import pytest
 
-from flexspec.compiler.artifact.model_record import record_from_json
-from flexspec.compiler.artifact.open import open_artifact
+from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.compiler.artifact.plan import Plan, Stage
 from flexspec.errors import CapacityError
 from flexspec.runtime.open import capacity, host_memory
@@ -47,7 +47,7 @@ def test_serving_refuses_a_pool_that_the_machine_cannot_hold(artifact: Path, mon
 
 
 def test_weights_are_mapped_and_need_not_be_free(artifact: Path) -> None:
-    opened, pools = open_artifact(artifact), [Pool("llm", 4), Pool("ssm", 4)]
+    opened, pools = OpenedArtifact.at(artifact), [Pool("llm", 4), Pool("ssm", 4)]
     held, _ = host_memory._held(opened, pools, 64, 4)
     own = held.total - held.weights
     assert held.weights > 0 and held.kv > 0
@@ -62,18 +62,17 @@ def test_weights_are_mapped_and_need_not_be_free(artifact: Path) -> None:
 def test_ranks_of_one_host_are_counted_together(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[list[Pool]] = []
     monkeypatch.setattr(capacity, "check_memory", lambda _, pools, *sizes: counted.append(pools))
-    opened = open_artifact(artifact)
-    record = record_from_json(opened.read_json("model.json"))
     stages = (Stage(0, 1, (0, 1)), Stage(1, 2, (2,)))
     plan = Plan(stages, ((1, 3),), ((1, "chain:2/sources=ssm"),), "hand")
-    ladder = choose_ladder("auto", plan, opened, record)
+    opened = replace(OpenedArtifact.at(artifact), plan=plan)
+    ladder = choose_ladder("auto", opened)
     for ranks in (range(0, 2), range(2, 4), ()):
-        capacity.check_room(opened, record, plan, ladder, ServeOptions(kv_tokens=3200), ranks)
+        capacity.check_room(opened, ladder, ServeOptions(kv_tokens=3200), ranks)
     assert [[pool.graph for pool in pools] for pools in counted] == [
         ["llm.rank0", "llm.rank1", "ssm"], ["llm.rank2", "ssm"], ["llm", "ssm"],
     ]  # fmt: skip
     assert [pool.pages for pool in counted[0]][:2] == [100, 100] and counted[0][2].pages < 100
-    capacity.check_room(opened, record, plan, ladder, ServeOptions(device="cuda"))
+    capacity.check_room(opened, ladder, ServeOptions(device="cuda"))
     assert len(counted) == 3
 
 

@@ -1,0 +1,151 @@
+"""An artifact opened whole: every table read and checked once, then handed to all who need any of it.
+
+Serving on one process, each rank of several, measuring and inspecting all take what they need from here. Graphs and
+weights are read when they are asked for. What the files are called is in ``layout.py``, their bytes are ``open.py``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flexspec.compiler.artifact import layout
+from flexspec.compiler.artifact.manifest import Json, Manifest
+from flexspec.compiler.artifact.model_record import LLM, ModelRecord, PartRecord, record_from_json
+from flexspec.compiler.artifact.open import Artifact, open_artifact
+from flexspec.compiler.artifact.plan import Plan, plan_from_json
+from flexspec.compiler.artifact.rank_record import RankRecord, ranks_from_json
+from flexspec.compiler.artifact.tensor_file import AnyArray
+from flexspec.errors import ArtifactError
+from flexspec.graph import Graph
+from flexspec.text import parse_graph
+from flexspec.types import Role
+from flexspec.verifier import verify
+
+Place = tuple[str, str]  # file, tensor
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedArtifact:
+    """Everything an artifact says, checked. A ``name`` is a model's, or ``layout.rank_name`` of a rank's part."""
+
+    files: Artifact
+    record: ModelRecord
+    plan: Plan
+    ranks: tuple[RankRecord, ...]  # of a plan of several ranks, in order; empty for one
+    digests: Mapping[str, Mapping[str, str]]  # of the self-tests: name -> instruction set -> sha256
+    _graphs: dict[str, Graph] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def at(cls, path: Path, *, check_digests: bool = True) -> OpenedArtifact:
+        """Open the artifact at ``path``. Raises ArtifactError naming the file and the command that rebuilds it."""
+        return cls.of(open_artifact(path, check_digests=check_digests))
+
+    @classmethod
+    def of(cls, files: Artifact) -> OpenedArtifact:
+        """Read the tables of an artifact. Raises ArtifactError for one that is missing or malformed."""
+        several = layout.RANKS in files.names()
+        return cls(
+            files,
+            record_from_json(files.read_json(layout.MODELS)),
+            plan_from_json(files.read_json(layout.PLAN), layout.PLAN),
+            ranks_from_json(files.read_json(layout.RANKS), files.root.name) if several else (),
+            _digests_from_json(files.read_json(layout.CHECKS), files),
+        )
+
+    @property
+    def name(self) -> str:
+        """The file's or folder's name, for messages."""
+        return self.files.root.name
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.files.manifest
+
+    @property
+    def fix(self) -> str:
+        """What to do about anything that is wrong in it."""
+        return f"rebuild it: {self.manifest.rebuild}"
+
+    @property
+    def llm(self) -> PartRecord:
+        return self.record.models[0]
+
+    def graph_names(self) -> list[str]:
+        """Names of all graphs: those of the models, then those of ranks' parts."""
+        return layout.graph_names(self.files.names())
+
+    def graph(self, name: str) -> Graph:
+        """The lowered graph, parsed and verified. Raises ArtifactError, and GraphTextError or GraphError."""
+        if name not in self._graphs:
+            file = layout.graph_file(name)
+            try:
+                text = self.files.read_bytes(file).decode()
+            except UnicodeDecodeError as error:
+                raise ArtifactError(
+                    f"{self.name}: {file} is not UTF-8 ({error})", "a graph as text", self.fix
+                ) from None
+            graph = parse_graph(text)
+            verify(graph)
+            self._graphs[name] = graph
+        return self._graphs[name]
+
+    def library(self, name: str, isa: str) -> Path:
+        """The CPU program, built for ``isa``. Raises ArtifactError if the artifact has none."""
+        return self.files.file(layout.cpu_library(name, isa))
+
+    def digest(self, name: str, isa: str) -> str | None:
+        """Of the program's self-test; None where the compiling machine could not run ``isa``."""
+        return self.digests.get(name, {}).get(isa)
+
+    def packed_weights(self, name: str) -> list[AnyArray]:
+        """The arrays of the CPU program's weight table, in its order. Raises ArtifactError for one that is missing."""
+        part = self._rank(name)
+        if part is not None:
+            file = layout.packed_weights(name)
+            return self._tensors(name, [(file, tensor) for tensor in part.weights])
+        return self._tensors(name, self._model(name).weights)
+
+    def canonical_weights(self, name: str) -> dict[str, AnyArray]:
+        """The weights of a graph by their names in it, in its dtypes. Raises ArtifactError for one that is missing."""
+        if self._rank(name) is not None:
+            file = layout.canonical_weights(name)
+            places = {value.name: (file, value.name) for value in self.graph(name).inputs_of(Role.WEIGHT)}
+        elif self.record.gpu is not None:
+            places = dict(self.record.gpu.weights[self._model(name).name])
+        else:
+            raise ArtifactError(f"{self.name} holds no weights for GPUs", "those of every model", self.fix)
+        return dict(zip(places, self._tensors(name, places.values()), strict=True))
+
+    def _tensors(self, name: str, places: Iterable[Place]) -> list[AnyArray]:
+        """One array for each place; a model may use another one's file."""
+        wanted = list(places)
+        files = {file: self.files.tensors(file) for file in dict.fromkeys(file for file, _ in wanted)}
+        missing = next((tensor for file, tensor in wanted if tensor not in files[file]), None)
+        if missing is not None:
+            raise ArtifactError(f"{self.name}: no tensor {missing} for {name}", "every weight of its program", self.fix)
+        return [files[file][tensor] for file, tensor in wanted]
+
+    def _rank(self, name: str) -> RankRecord | None:
+        return next((record for record in self.ranks if layout.rank_name(record.rank) == name), None)
+
+    def _model(self, name: str) -> PartRecord:
+        part = next((part for part in self.record.models if part.name == name), None)
+        if part is None:
+            raise ArtifactError(f"{self.name}: {layout.MODELS} has no model {name}", f"{LLM}, ssm...", self.fix)
+        return part
+
+
+def _digests_from_json(body: Json, files: Artifact) -> dict[str, dict[str, str]]:
+    sound = isinstance(body, dict) and all(
+        isinstance(digests, dict) and all(isinstance(digest, str) for digest in digests.values())
+        for digests in body.values()
+    )
+    if not sound:
+        raise ArtifactError(
+            f"{files.root.name}: {layout.CHECKS} of an unknown form",
+            "digests by model and instruction set",
+            f"rebuild it: {files.manifest.rebuild}",
+        )
+    return body  # type: ignore[no-any-return]
