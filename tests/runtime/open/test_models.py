@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from artifacts import changed_copy, changed_json
-from rank_servers import STAGES, compile_for_ranks
+from artifacts import PLAN, changed_copy, changed_json
+from rank_servers import PLANS, STAGES, artifacts_for_ranks
 
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.opened import OpenedArtifact
@@ -22,8 +22,8 @@ RANKS = [(name, rank) for name in STAGES for rank in range(sum(stage.degree for 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_for_ranks(tmp_path_factory.mktemp("ranks"))
+def folder() -> Path:
+    return artifacts_for_ranks(PLANS, PLAN)
 
 
 def spoil(data: bytes) -> bytes:
