@@ -57,6 +57,7 @@ def alone(
 
 
 def same(got: Sequence[Answer], expected: Sequence[Answer]) -> None:
-    for one, other in zip(got, expected, strict=True):
-        assert (one.tokens, one.text) == (other.tokens, other.text)
-        assert one.last.finish_reason == other.last.finish_reason
+    """Every request has the same tokens, text and end."""
+    for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert (one.tokens, one.text) == (other.tokens, other.text), f"request {i}"
+        assert one.last.finish_reason == other.last.finish_reason, f"request {i}"

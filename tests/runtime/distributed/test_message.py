@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 
 import numpy as np
@@ -47,10 +48,28 @@ def test_moves_and_the_end_come_through() -> None:
     assert check_header(encode_stop(), ROOM) == (STOP, 0)
 
 
-def test_sizes_that_cannot_be_are_refused() -> None:
-    good, _ = encode_step(pack_rows([chain_rows([7, 8, 9], 2, [5])]), True, True)
-    for word, value in ((0, 1), (1, 9), (2, 97), (2, 0), (3, 4), (3, 0), (4, 9), (5, 3), (6, 4), (6, -1), (7, 4)):
-        bad = good.copy()
-        bad[word] = value
-        with pytest.raises(EngineError, match="header"):
-            check_header(bad, ROOM)
+@pytest.mark.parametrize(
+    ("word", "bad", "good"),
+    [
+        pytest.param(0, 1, None, id="magic"),
+        pytest.param(1, 9, None, id="kind"),
+        pytest.param(2, 97, 96, id="more-rows-than-a-step-takes"),
+        pytest.param(2, 0, 3, id="no-rows"),
+        pytest.param(2, 2, 3, id="fewer-rows-than-logits"),
+        pytest.param(3, 4, 3, id="more-requests-than-rows"),
+        pytest.param(3, 0, 1, id="no-requests"),
+        pytest.param(4, 9, 8, id="more-pages-than-the-pool"),
+        pytest.param(5, 3, 2, id="more-ancestor-words-than-rows-need"),
+        pytest.param(6, 4, 3, id="more-logits-than-rows"),
+        pytest.param(6, -1, 0, id="negative"),
+        pytest.param(7, 4, 3, id="unknown-flag"),
+    ],
+)
+def test_invalid_headers_are_refused(word: int, bad: int, good: int | None) -> None:
+    """Each for the one word that was changed: with ``good`` there, the nearest valid number, it is a step."""
+    header, _ = encode_step(pack_rows([chain_rows([7, 8, 9], 2, [5])]), True, True)
+    header[word] = header[word] if good is None else good
+    assert check_header(header, ROOM)[0] == STEP
+    header[word] = bad
+    with pytest.raises(EngineError, match=re.escape(str(header.tolist()))):
+        check_header(header, ROOM)

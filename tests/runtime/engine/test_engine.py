@@ -8,46 +8,70 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from engine_models import CONFIG, MIXED, PLANS, SAMPLED, Models, alone, prompts, same
-from engine_runs import Made, make_engine
+from engine_runs import Answer, Made, Wrapped, make_engine
 from step_models import on_cpu, tiny_llm
 
 from flexspec.runtime.drafters import budget
 from flexspec.runtime.engine.api import RequestStats
-from flexspec.runtime.executors.step import Executor
-from flexspec.runtime.open.step_costs import measure_steps
+from flexspec.runtime.executors.step import Executor, StepBatch, StepResult
+from flexspec.runtime.open import step_costs
 from flexspec.sampling import SamplingParams
 
 
+@dataclass
+class Plain:
+    """Prompts, and what plain decoding answers: computed once for all draft plans."""
+
+    asked: list[list[int]]
+    params: Sequence[SamplingParams]
+    answers: list[Answer]
+
+
+def decoded(models: Models, asked: list[list[int]], params: Sequence[SamplingParams], **options: object) -> Plain:
+    return Plain(asked, params, alone(models.llm, asked, params, **options))
+
+
+@pytest.fixture(scope="module")
+def greedy(models: Models) -> Plain:
+    return decoded(models, prompts(12), [SamplingParams(max_tokens=10 + 3 * i) for i in range(12)])
+
+
+@pytest.fixture(scope="module")
+def sampled(models: Models) -> Plain:
+    return decoded(models, prompts(len(SAMPLED)), SAMPLED)
+
+
+@pytest.fixture(scope="module")
+def long_last(models: Models) -> Plain:
+    """The last prompt takes several steps."""
+    return decoded(models, [*prompts(6), list(range(170))], [SamplingParams(max_tokens=20)] * 7)
+
+
 class TestLossless:
-    def test_greedy_text_is_that_of_plain_decoding(self, models: Models) -> None:
-        asked = prompts(12)
-        params = [SamplingParams(max_tokens=10 + 3 * i) for i in range(12)]
-        expected = alone(models.llm, asked, params)
-        for plan in ["off", *PLANS, MIXED]:
-            made = make_engine(models.llm, plan, {"ssm": models.ssm})
-            same(made.answers(asked, params), expected)
-            same([made.answers([p], [one])[0] for p, one in zip(asked[:3], params, strict=False)], expected[:3])
+    @pytest.mark.parametrize("plan", ["off", *PLANS, MIXED])
+    def test_greedy_text_is_that_of_plain_decoding(self, models: Models, greedy: Plain, plan: str) -> None:
+        made = make_engine(models.llm, plan, {"ssm": models.ssm})
+        same(made.answers(greedy.asked, greedy.params), greedy.answers)
+        alone_again = [made.answers([greedy.asked[i]], [greedy.params[i]])[0] for i in range(3)]
+        same(alone_again, greedy.answers[:3])
 
-    def test_sampled_text_is_that_of_plain_decoding_with_the_same_seed(self, models: Models) -> None:
-        asked = prompts(len(SAMPLED))
-        expected = alone(models.llm, asked, SAMPLED)
-        assert len({tuple(answer.tokens) for answer in expected}) == len(expected)
-        for plan in PLANS:
-            same(make_engine(models.llm, plan, {"ssm": models.ssm}).answers(asked, SAMPLED), expected)
+    @pytest.mark.parametrize("plan", PLANS)
+    def test_sampled_text_is_that_of_plain_decoding_with_the_same_seed(
+        self, models: Models, sampled: Plain, plan: str
+    ) -> None:
+        assert len({tuple(answer.tokens) for answer in sampled.answers}) == len(sampled.answers)
+        same(make_engine(models.llm, plan, {"ssm": models.ssm}).answers(sampled.asked, SAMPLED), sampled.answers)
 
-    def test_prompts_enter_beside_decoding_requests(self, models: Models) -> None:
-        asked = [*prompts(6), list(range(170))]  # the last takes several steps
-        params = [SamplingParams(max_tokens=20)] * len(asked)
-        expected = alone(models.llm, asked, params)
-        for plan in PLANS:
-            made = make_engine(models.llm, plan, {"ssm": models.ssm}, max_running=4)
-            told = []
-            for prompt, one in zip(asked, params, strict=True):
-                told.append(made.submit(prompt, one)[1])
-                made.engine.step()
-                made.engine.step()
-            made.finish()
-            same(told, expected)
+    @pytest.mark.parametrize("plan", PLANS)
+    def test_prompts_enter_beside_decoding_requests(self, models: Models, long_last: Plain, plan: str) -> None:
+        made = make_engine(models.llm, plan, {"ssm": models.ssm}, max_running=4)
+        told = []
+        for prompt, one in zip(long_last.asked, long_last.params, strict=True):
+            told.append(made.submit(prompt, one)[1])
+            made.engine.step()
+            made.engine.step()
+        made.finish()
+        same(told, long_last.answers)
 
     def test_an_llm_that_drafts_for_itself_is_always_accepted(self, models: Models) -> None:
         twin = on_cpu(*tiny_llm(CONFIG, models.dtype), pages=96)
@@ -90,25 +114,27 @@ class TestEnds:
             answer = make_engine(llm, plan, context_tokens=context).answers([prompt], [SamplingParams()])[0]
             assert answer.tokens == whole[: context - len(prompt)] and answer.last.finish_reason == "length"
 
-    def test_an_end_token_ends_the_request_wherever_it_stands_in_a_block(self, models: Models) -> None:
+    @pytest.mark.parametrize("plan", PLANS[1:5])
+    @pytest.mark.parametrize("at", [0, 5])
+    def test_an_end_token_ends_the_request_wherever_it_stands_in_a_block(
+        self, models: Models, at: int, plan: str
+    ) -> None:
         asked, params = prompts(6), [SamplingParams(max_tokens=30)] * 6
-        plain = alone(models.llm, asked, params)
-        for at in (0, 5):
-            eos = [plain[i].tokens[at + i] for i in range(3)]
-            expected = alone(models.llm, asked, params, eos_ids=eos)
-            assert any(answer.last.finish_reason == "stop" for answer in expected)
-            for plan in PLANS[1:5]:
-                same(make_engine(models.llm, plan, {"ssm": models.ssm}, eos_ids=eos).answers(asked, params), expected)
+        plain = alone(models.llm, asked[:3], params[:3])
+        eos = [plain[i].tokens[at + i] for i in range(3)]
+        expected = alone(models.llm, asked, params, eos_ids=eos)
+        assert any(answer.last.finish_reason == "stop" for answer in expected)
+        same(make_engine(models.llm, plan, {"ssm": models.ssm}, eos_ids=eos).answers(asked, params), expected)
 
-    def test_a_stop_string_ends_the_text_before_itself(self, models: Models) -> None:
+    @pytest.mark.parametrize("plan", PLANS[:5])
+    def test_a_stop_string_ends_the_text_before_itself(self, models: Models, plan: str) -> None:
         asked = prompts(3)
         plain = alone(models.llm, asked, [SamplingParams(max_tokens=40)] * 3)
         params = [SamplingParams(max_tokens=40, stop=(answer.text[9:12],)) for answer in plain]
         expected = alone(models.llm, asked, params)
         for answer, one, before in zip(expected, params, plain, strict=True):
             assert answer.text == before.text[: before.text.index(one.stop[0])]
-        for plan in PLANS[:5]:
-            same(make_engine(models.llm, plan, {"ssm": models.ssm}).answers(asked, params), expected)
+        same(make_engine(models.llm, plan, {"ssm": models.ssm}).answers(asked, params), expected)
 
     def test_accepted_counts_only_what_was_committed(self, models: Models) -> None:
         twin = on_cpu(*tiny_llm(CONFIG, models.dtype), pages=96)
@@ -172,10 +198,21 @@ class TestCounters:
         assert 0.0 < clock.step_s < clock.total_s and clock.draft_s > 0.0 and clock.overhead_s > 0.0
         assert seen.pages == (96, 96) and seen.load == (0, 0)
 
-    def test_measured_step_costs_rise(self, llm: Executor) -> None:
-        cost, seconds = measure_steps(llm, 24)
+    def test_measured_step_costs_are_the_clocks(self, llm: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+        """On a clock that only a step moves: 2 ms, and half a millisecond for each further row."""
+        now_s = 0.0
+
+        class Timed(Wrapped):
+            def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
+                nonlocal now_s
+                now_s += 0.002 + 0.0005 * (len(batch.ids_T) - 1)
+                return super().step(batch, want_logits=want_logits, want_features=want_features)
+
+        monkeypatch.setattr(step_costs.time, "perf_counter", lambda: now_s)
+        cost, seconds = step_costs.measure_steps(Timed(llm), 24)
         assert cost.rows == (1, 4, 8, 12, 16, 24, 25)
-        assert cost.costs[0] == 1.0 and list(cost.costs) == sorted(cost.costs) and 0.0 < seconds < 1.0
+        assert seconds == pytest.approx(0.002)
+        assert cost.costs == pytest.approx([1 + 0.25 * (rows - 1) for rows in cost.rows])
 
 
 def step_until(made: Made, *, enabled: bool) -> None:

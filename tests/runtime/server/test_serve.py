@@ -26,13 +26,11 @@ ASK = {"model": "tiny/scripted", "prompt": "go", "stream": True, "max_tokens": 1
 WHOLE = "".join(f"{number} " for number in range(20))
 
 
-def test_a_busy_port_is_found_at_once() -> None:
+def test_a_busy_port_is_refused() -> None:
     with reserve_port("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
-        began = time.monotonic()
         with pytest.raises(PortError, match=f"127.0.0.1:{port}.*FS602|FS602.*127.0.0.1:{port}") as busy:
             reserve_port("127.0.0.1", port)
-        assert time.monotonic() - began < 2
         assert "--port" in busy.value.fix
     reserve_port("127.0.0.1", port).close()  # free again at once
 
