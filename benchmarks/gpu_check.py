@@ -160,8 +160,9 @@ def check_executor(device: str) -> Check:
             for executor in (reference, ours):
                 executor.move_kv(np.array([30, 31, 34], np.int32), np.array([30, 31, 32], np.int32))
         batch = StepBatch(
-            np.array(nodes.tokens, np.int32), context + nodes.depths(), np.array([0, len(nodes)], np.int32),
-            np.array([context], np.int32), np.array([causal], np.uint8), np.array([[0, 1]], np.int32),
+            np.array(nodes.tokens, np.int32), context + np.array(nodes.depths, np.int32),
+            np.array([0, len(nodes)], np.int32), np.array([context], np.int32), np.array([causal], np.uint8),
+            np.array([[0, 1]], np.int32),
             nodes.ancestors(), np.arange(len(nodes), dtype=np.int32),
         )  # fmt: skip
         right, got = (executor.step(batch, want_logits=True) for executor in (reference, ours))

@@ -62,7 +62,7 @@ def tree_step(tree: TokenTree) -> StepBatch:
     n = len(tree)
     return StepBatch(
         ids_T=np.array(tree.tokens, np.int32),
-        positions_T=tree.depths(),
+        positions_T=np.array(tree.depths, np.int32),
         starts_R1=np.array([0, n], np.int32),
         contexts_R=np.zeros(1, np.int32),
         causal_R=np.zeros(1, np.uint8),

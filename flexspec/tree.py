@@ -1,7 +1,7 @@
 """The token tree: nodes hold tokens, the root (node 0) is the last committed token.
 
-Owns the structure and its derived arrays (depths, ancestor words). Nodes are in topological order: a parent's index is
-lower than its children's. Scores, budgets and drafting live in runtime/drafters; acceptance in runtime/accept.
+Owns the structure and what follows from it (depths, ancestor bits). Nodes are in topological order: a parent's index is
+lower than its children's. Scores, budgets and drafting live in runtime/drafters; acceptance in runtime/acceptance.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """``tokens[i]`` is the token of node i, ``parents[i]`` its parent (``parents[0] == -1``).
-
-    ``sources[i]`` names the drafter that proposed the node ("root" for node 0) and ``scores[i]`` is its claimed chance
-    of being accepted given its parent is. ``laws`` maps a node to the law (float64 [V]) its token was really drawn
-    from; nodes without one were proposed deterministically (acceptance.md rule 1 or one-hot in traversal).
-    """
+    """Entry i of each tuple is node i's. Depths are made once, when the tree is; nobody counts them again."""
 
     tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-    sources: tuple[str, ...] = ()
-    scores: tuple[float, ...] = ()
+    parents: tuple[int, ...]  # -1 for the root, which is node 0
+    sources: tuple[str, ...] = ()  # the drafters that proposed the node ("suffix+ngram"); "root" for node 0
+    scores: tuple[float, ...] = ()  # the claimed chance that the node is accepted given that its parent is
+    # node -> the law (float64 [V]) that its token was really drawn from; a node without one was proposed
+    # deterministically (docs/design/acceptance.md rule 1, or one-hot in traversal)
     laws: dict[int, NDArray[np.float64]] = field(default_factory=dict)
+    depths: tuple[int, ...] = field(init=False, repr=False, compare=False)  # edges from the root
 
     def __post_init__(self) -> None:
         assert self.tokens and len(self.tokens) == len(self.parents) and self.parents[0] == -1
-        assert all(0 <= p < i for i, p in enumerate(self.parents) if i), "parents come before children"
+        depths = [0]
+        for parent in self.parents[1:]:
+            assert 0 <= parent < len(depths), "parents come before children"
+            depths.append(depths[parent] + 1)
+        object.__setattr__(self, "depths", tuple(depths))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -45,22 +47,9 @@ class TokenTree:
         n = len(tokens)
         return cls(tuple(tokens), tuple(range(-1, n - 1)), ("root",) + (source,) * (n - 1), (1.0,) * n)
 
-    def depths(self) -> NDArray[np.int32]:
-        """Depth of each node; the root has 0."""
-        depth = np.zeros(len(self), np.int32)
-        for i in range(1, len(self)):
-            depth[i] = depth[self.parents[i]] + 1
-        return depth
-
     def ancestors(self, words: int | None = None) -> NDArray[np.uint64]:
         """[T, W] ancestor-or-self bits: bit j % 64 of word j // 64 in row i says node j is on the path to i."""
-        words = words or (len(self) + 63) // 64
-        table = np.zeros((len(self), words), np.uint64)
-        for i, parent in enumerate(self.parents):
-            if i:
-                table[i] = table[parent]
-            table[i, i // 64] |= np.uint64(1 << (i % 64))
-        return table
+        return bit_words(ancestor_bits(self.parents), words or (len(self) + 63) // 64)
 
     def children(self) -> list[list[int]]:
         """For each node its children, in index order."""
@@ -76,3 +65,17 @@ class TokenTree:
         while self.parents[nodes[-1]] >= 0:
             nodes.append(self.parents[nodes[-1]])
         return nodes[::-1]
+
+
+def ancestor_bits(parents: Sequence[int]) -> list[int]:
+    """For each node the bit set of its ancestors-or-self; a negative parent makes a root. Parents come first."""
+    bits: list[int] = []
+    for node, parent in enumerate(parents):
+        bits.append(1 << node if parent < 0 else bits[parent] | 1 << node)
+    return bits
+
+
+def bit_words(bits: Sequence[int], words: int) -> NDArray[np.uint64]:
+    """[len(bits), words]: each bit set as words of 64 bits, the lowest first."""
+    packed = b"".join([row.to_bytes(8 * words, "little") for row in bits])
+    return np.frombuffer(packed, "<u8").reshape(len(bits), words).astype(np.uint64)

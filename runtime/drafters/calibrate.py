@@ -27,35 +27,24 @@ class Calibration:
 
     def scores(self, tree: TokenTree) -> list[float]:
         """The measured chance of each node given its parent; 1 for the root."""
-        result = [1.0] * len(tree)
-        depth = [0] * len(tree)
-        for i in range(1, len(tree)):
-            depth[i] = depth[tree.parents[i]] + 1
-            result[i] = self.score(tree.sources[i], depth[i], tree.scores[i])
-        return result
+        measured = map(self.score, tree.sources[1:], tree.depths[1:], tree.scores[1:])
+        return [1.0, *measured]
 
     def score(self, source: str, depth: int, claim: float) -> float:
         """The measured chance of a node that ``source`` proposed at ``depth`` with ``claim``."""
-        cell = self._cells.get((source, bisect_right(DEPTH_EDGES, depth), bisect_right(SCORE_EDGES, claim)))
+        cell = self._cells.get(_cell_of(source, depth, claim))
         return claim if cell is None else (cell[0] + PRIOR_TRIALS * claim) / (cell[1] + PRIOR_TRIALS)
 
     def update(self, tree: TokenTree, accepted_nodes: Collection[int]) -> None:
         """Book one verify: only children of the root and of accepted nodes were put to the test."""
         accepted = set(accepted_nodes) | {0}
-        depth = [0] * len(tree)
         for i in range(1, len(tree)):
-            parent = tree.parents[i]
-            depth[i] = depth[parent] + 1
-            if parent not in accepted:
+            if tree.parents[i] not in accepted:
                 continue
-            key = (tree.sources[i], bisect_right(DEPTH_EDGES, depth[i]), bisect_right(SCORE_EDGES, tree.scores[i]))
-            cell = self._cells.setdefault(key, [0.0, 0.0])
+            cell = self._cells.setdefault(_cell_of(tree.sources[i], tree.depths[i], tree.scores[i]), [0.0, 0.0])
             cell[0] = cell[0] * DECAY + (i in accepted)
             cell[1] = cell[1] * DECAY + 1.0
 
-    def table(self) -> dict[str, dict[str, float]]:
-        """Accepted and tried counts per "source/depth bucket/score bucket", for metrics and reports."""
-        return {
-            f"{source}/{depth}/{score}": {"accepted": cell[0], "tried": cell[1]}
-            for (source, depth, score), cell in sorted(self._cells.items())
-        }
+
+def _cell_of(source: str, depth: int, claim: float) -> _Key:
+    return source, bisect_right(DEPTH_EDGES, depth), bisect_right(SCORE_EDGES, claim)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.runtime.drafters.merge import most_promising, take_nodes
-from flexspec.tree import TokenTree
+from flexspec.tree import TokenTree, ancestor_bits
 
 
 class Growth:
@@ -100,11 +100,7 @@ class Growth:
     def ancestor_bits(self, rows: Sequence[int]) -> list[int]:
         """For each row the bit set of its ancestors-or-self among ``rows``; nodes of the stem have no bit."""
         place = {node: j for j, node in enumerate(rows)}
-        bits: list[int] = []
-        for j, node in enumerate(rows):
-            above = place.get(self.parents[node])
-            bits.append((bits[above] if above is not None else 0) | 1 << j)
-        return bits
+        return ancestor_bits([place.get(self.parents[node], -1) for node in rows])
 
     def tree(self, max_nodes: int, max_depth: int) -> TokenTree:
         """The finished tree, cut to its most promising nodes (trees with laws are never cut)."""

@@ -65,12 +65,9 @@ def most_promising(tree: TokenTree, survival: Sequence[float], max_nodes: int, m
     Any prefix of the list is closed under ancestors, as survival never rises along a path and ties go to the lower
     index, which is the parent's.
     """
-    parents = tree.parents
-    depth = [0] * len(parents)
-    for i in range(1, len(parents)):
-        depth[i] = depth[parents[i]] + 1
-    kept = sorted([i for i in range(1, len(parents)) if depth[i] <= max_depth], key=lambda i: (-survival[i], i))
-    return kept[: max(max_nodes, 0)]
+    depths = tree.depths
+    shallow = [i for i in range(1, len(depths)) if depths[i] <= max_depth]
+    return sorted(shallow, key=lambda i: (-survival[i], i))[: max(max_nodes, 0)]
 
 
 def best_chain(tree: TokenTree, survival: Sequence[float], max_depth: int) -> list[int]:

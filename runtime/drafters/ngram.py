@@ -1,6 +1,6 @@
 """Drafts from a back-off n-gram table of the LLM's own text: no network, microseconds a tree.
 
-Owns the lookup and the best-first expansion; compiler/artifact/ngram_table.py owns the table. Lookups bisect
+Owns the lookup; compiler/artifact/ngram_table.py owns the table. Lookups bisect
 memory-mapped arrays through memoryviews, which is several times cheaper than numpy for one value; what was looked up is
 cached per context.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from heapq import heappop, heappush
 from math import exp
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from flexspec.compiler.artifact.ngram_table import PROB_STEP, SUCCESSORS, Arrays, check_table, extend_hash
 from flexspec.runtime.drafters.base import DraftRequest
+from flexspec.runtime.drafters.best_first import grow_best_first
 from flexspec.tree import TokenTree
 
 CACHED_CONTEXTS = 16_384  # about 12 MB when full
@@ -47,13 +47,13 @@ class NgramModel:
 
     def successors(self, context: tuple[int, ...]) -> Successors:
         """The most likely next tokens after ``context`` (oldest first, at most ``reach`` tokens)."""
-        found = self._cache.get(context)
-        if found is None:
-            found = self._look_up(context)
+        successors = self._cache.get(context)
+        if successors is None:
+            successors = self._look_up(context)
             if len(self._cache) >= CACHED_CONTEXTS:
                 self._cache.clear()
-            self._cache[context] = found
-        return found
+            self._cache[context] = successors
+        return successors
 
     def _look_up(self, context: tuple[int, ...]) -> Successors:
         level = self._levels[len(context)]
@@ -76,32 +76,14 @@ class NgramModel:
 
 
 def expand_ngrams(model: NgramModel, context: tuple[int, ...], root: int, max_nodes: int, max_depth: int) -> TokenTree:
-    """The ``max_nodes`` most likely nodes by path probability, parents first."""
-    tokens, parents, scores = [root], [-1], [1.0]
-    contexts, paths, depths = [context], [1.0], [0]
-    heap: list[tuple[float, int, int, int, Successors]] = []  # -path, order, parent, rank among its children, children
-    order = node = 0
-    while len(tokens) <= max_nodes:
-        if depths[node] < max_depth:
-            children = model.successors(contexts[node])
-            if children:
-                heappush(heap, (-paths[node] * children[0][1], order, node, 0, children))
-                order += 1
-        if not heap:
-            break
-        path, _, parent, rank, children = heappop(heap)
-        token, score = children[rank]
-        node = len(tokens)
-        tokens.append(token)
-        parents.append(parent)
-        scores.append(min(score, 1.0))
-        paths.append(-path)
-        depths.append(depths[parent] + 1)
-        contexts.append((*contexts[parent], token)[-model.reach :])
-        if rank + 1 < len(children):
-            heappush(heap, (-paths[parent] * children[rank + 1][1], order, parent, rank + 1, children))
-            order += 1
-    return TokenTree(tuple(tokens), tuple(parents), ("root",) + ("ngram",) * (len(tokens) - 1), tuple(scores))
+    """The ``max_nodes`` most likely nodes behind ``context``, whose last token is ``root``."""
+    reach = model.reach
+
+    def expand(before: tuple[int, ...], successor: tuple[int, float]) -> tuple[tuple[int, ...], Successors]:
+        behind = (*before, successor[0])[-reach:]
+        return behind, model.successors(behind)
+
+    return grow_best_first("ngram", root, context, model.successors(context), expand, max_nodes, max_depth)
 
 
 class NgramDrafter:

@@ -8,12 +8,12 @@ drafting in SAM-Decoding, arXiv 2411.10666). Pure Python, amortised constant tim
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.runtime.drafters.base import DraftRequest
+from flexspec.runtime.drafters.best_first import grow_best_first
 from flexspec.tree import TokenTree
 
 # Claimed chance that the token after a match of 1, 2, ... tokens repeats; longer matches use the last entry. A starting
@@ -88,17 +88,16 @@ class SuffixAutomaton:
         link[target] = clone
         return clone
 
-    def match_tokens(self) -> int:
-        """Length of the longest suffix of the text that also occurs earlier."""
-        return self.length[self.link[self.last]] if self.size else 0
-
     def continuations(self, state: int) -> list[tuple[int, int]]:
         """``(token, state)`` of what followed the state's strings: most frequent first, then most recently new."""
         count, end = self.count, self.end
-        found = list(self.next[state].items())
-        if len(found) > 1:
-            found.sort(key=lambda item: (-count[item[1]], -end[item[1]], item[0]))
-        return found
+        ranked = list(self.next[state].items())
+        if len(ranked) > 1:
+            ranked.sort(key=lambda item: (-count[item[1]], -end[item[1]], item[0]))
+        return ranked
+
+
+_Continuation = tuple[int, float, int, int]  # token, claimed chance, its state, tokens matched once it is accepted
 
 
 def expand_matches(automaton: SuffixAutomaton, root: int, max_nodes: int, max_depth: int) -> TokenTree:
@@ -107,48 +106,37 @@ def expand_matches(automaton: SuffixAutomaton, root: int, max_nodes: int, max_de
     A node at depth d extends the match by d tokens, so its claimed chance is that of a match that long, shared among
     the continuations by their counts. At the root two shorter matches add the tokens the longest one never saw.
     """
-    tokens, parents, scores = [root], [-1], [1.0]
-    heap: list[tuple[float, int, int, int, int, float, int]] = []  # -path, order, parent, token, state, score, match
-    order = 0
-    for token, state, score, match in _root_candidates(automaton):
-        heappush(heap, (-score, order, 0, token, state, score, match))
-        order += 1
-    depths = [0]
-    depth_limit = min(max_depth, MAX_DEPTH)
-    while heap and len(tokens) <= max_nodes and depth_limit > 0:
-        path, _, parent, token, state, score, match = heappop(heap)
-        node = len(tokens)
-        tokens.append(token)
-        parents.append(parent)
-        scores.append(score)
-        depths.append(depths[parent] + 1)
-        if depths[node] < depth_limit:
-            for child, child_state, child_score, child_match in _candidates(automaton, state, match):
-                heappush(heap, (path * child_score, order, node, child, child_state, child_score, child_match))
-                order += 1
-    return TokenTree(tuple(tokens), tuple(parents), ("root",) + ("suffix",) * (len(tokens) - 1), tuple(scores))
+
+    def expand(_: None, continuation: _Continuation) -> tuple[None, list[_Continuation]]:
+        return None, _behind(automaton, continuation[2], continuation[3])
+
+    depth = min(max_depth, MAX_DEPTH)
+    return grow_best_first("suffix", root, None, _behind_text(automaton), expand, max_nodes, depth)
 
 
-_Candidate = tuple[int, int, float, int]  # token, its state, claimed score, tokens matched once it is accepted
-
-
-def _root_candidates(automaton: SuffixAutomaton) -> list[_Candidate]:
-    found: list[_Candidate] = []
+def _behind_text(automaton: SuffixAutomaton) -> list[_Continuation]:
+    """Continuations of the text: of its longest match and two shorter ones, the most likely first."""
+    continuations: list[_Continuation] = []
     seen: set[int] = set()
     state, rest = automaton.link[automaton.last], 1.0
     for _ in range(3):
         if state <= 0:
             break
-        for candidate in _candidates(automaton, state, automaton.length[state], rest):
-            if candidate[0] not in seen:
-                seen.add(candidate[0])
-                found.append(candidate)
+        for continuation in _behind(automaton, state, automaton.length[state], rest):
+            if continuation[0] not in seen:
+                seen.add(continuation[0])
+                continuations.append(continuation)
         rest *= 1.0 - _confidence(automaton.length[state])
         state = automaton.link[state]
-    return found
+    continuations.sort(key=_falling_chance)
+    return continuations
 
 
-def _candidates(automaton: SuffixAutomaton, state: int, match: int, mass: float = 1.0) -> list[_Candidate]:
+def _falling_chance(continuation: _Continuation) -> float:
+    return -continuation[1]
+
+
+def _behind(automaton: SuffixAutomaton, state: int, match: int, mass: float = 1.0) -> list[_Continuation]:
     """Continuations of ``state`` when ``match`` tokens of it are matched, with ``mass`` to share between them."""
     nexts = automaton.next
     while not nexts[state]:  # the end of the text: go on with the longest suffix that has a continuation (periods)
@@ -158,15 +146,15 @@ def _candidates(automaton: SuffixAutomaton, state: int, match: int, mass: float 
         match = min(match, automaton.length[state])
     if match == 1 and len(nexts[state]) > CROWDED:
         return []
-    found = automaton.continuations(state)
+    ranked = automaton.continuations(state)
     confidence = mass * _confidence(match)
-    if len(found) == 1:
-        return [(found[0][0], found[0][1], confidence, match + 1)]
+    if len(ranked) == 1:
+        return [(ranked[0][0], confidence, ranked[0][1], match + 1)]
     count = automaton.count
-    total = sum([count[target] for _, target in found]) or 1
+    total = sum([count[target] for _, target in ranked]) or 1
     return [
-        (token, target, confidence * count[target] / total, match + 1)
-        for token, target in found[:FAN_OUT]
+        (token, confidence * count[target] / total, target, match + 1)
+        for token, target in ranked[:FAN_OUT]
         if count[target]
     ]
 

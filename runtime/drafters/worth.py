@@ -72,7 +72,7 @@ class StepWorth:
         """Credit each level with the accepted nodes that no other source had proposed."""
         for node in nodes:
             if tree.sources[node] == self._source:
-                self._level(_depth(tree, node) - 1 if self._by_level else 0).tokens_now += 1.0
+                self._level(tree.depths[node] - 1 if self._by_level else 0).tokens_now += 1.0
 
     def gain(self, level: int, chance: float) -> float:
         """Tokens to be expected of a step of ``level``."""
@@ -83,10 +83,3 @@ class StepWorth:
         while len(self._levels) <= level:
             self._levels.append(_Level())
         return self._levels[level]
-
-
-def _depth(tree: TokenTree, node: int) -> int:
-    depth = 0
-    while node:
-        node, depth = tree.parents[node], depth + 1
-    return depth

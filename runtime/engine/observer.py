@@ -31,10 +31,9 @@ def report_round(observer: Observer, tree: TokenTree, taken: Collection[int], co
     if len(tree) == 1:
         observer.record_round("off", (), (), committed)
         return
-    depths = tree.depths()
     counts: dict[str, tuple[list[int], list[int]]] = {}
     for node in range(1, len(tree)):
-        depth = int(depths[node])
+        depth = tree.depths[node]
         drafted, accepted = counts.setdefault(tree.sources[node], ([], []))
         for column in (drafted, accepted):
             column.extend([0] * (depth - len(column)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from flexspec.runtime.drafters.planned import Draft
 from flexspec.runtime.engine.scheduler import Running
 from flexspec.runtime.executors.pages import RowGroup
-from flexspec.tree import TokenTree
+from flexspec.tree import TokenTree, ancestor_bits
 
 
 @dataclass(slots=True)
@@ -53,17 +53,10 @@ class Round:
 
 def tree_work(running: Running, tree: TokenTree) -> Work:
     """The rows of a token tree behind the request's committed context."""
-    bits = [1]
-    depth = [0]
-    for i in range(1, len(tree)):
-        bits.append(bits[tree.parents[i]] | 1 << i)
-        depth.append(depth[tree.parents[i]] + 1)
     context = running.cached
-    positions = [context + d for d in depth]
-    every = range(len(tree))
-    return Work(
-        running, tree, RowGroup(tree.tokens, positions, context, running.pages, every, bits if len(tree) > 1 else None)
-    )
+    positions = [context + depth for depth in tree.depths]
+    bits = ancestor_bits(tree.parents) if len(tree) > 1 else None
+    return Work(running, tree, RowGroup(tree.tokens, positions, context, running.pages, range(len(tree)), bits))
 
 
 def prompt_work(prompts: Sequence[Running], rows_left: int) -> list[Work]:

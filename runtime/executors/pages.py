@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from flexspec.kv_slots import pages_of
 from flexspec.runtime.executors.step import StepBatch
+from flexspec.tree import bit_words
 
 
 class PageAllocator:
@@ -66,9 +67,8 @@ def pack_rows(groups: Sequence[RowGroup]) -> StepBatch:
     ancestors = np.zeros((int(starts[-1]), (longest + 63) // 64), np.uint64)
     for r, group in enumerate(groups):
         page_table[r, : len(group.pages)] = group.pages
-        for j, bits in enumerate(group.bits or ()):
-            for word in range(ancestors.shape[1]):
-                ancestors[starts[r] + j, word] = bits >> (64 * word) & 0xFFFF_FFFF_FFFF_FFFF
+        if group.bits is not None:
+            ancestors[starts[r] : starts[r + 1]] = bit_words(group.bits, ancestors.shape[1])
     logit_rows = [int(starts[r]) + j for r, group in enumerate(groups) for j in group.logit_rows]
     rows_features = [row for group in groups for row in group.features or ()]
     return StepBatch(

@@ -84,7 +84,9 @@ def batch_of(trees: list[TokenTree], contexts: list[int], causal: list[bool], pa
     words = max(-(-len(tree) // 64) for tree in trees)
     return StepBatch(
         ids_T=np.concatenate([np.array(tree.tokens, np.int32) for tree in trees]),
-        positions_T=np.concatenate([s + tree.depths() for s, tree in zip(contexts, trees, strict=True)]),
+        positions_T=np.concatenate(
+            [s + np.array(tree.depths, np.int32) for s, tree in zip(contexts, trees, strict=True)]
+        ),
         starts_R1=np.cumsum([0, *(len(tree) for tree in trees)], dtype=np.int32),
         contexts_R=np.array(contexts, np.int32),
         causal_R=np.array(causal, np.uint8),

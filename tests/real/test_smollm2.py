@@ -106,7 +106,7 @@ def expected_logits(
         visible[context + node, context:] = False
         visible[context + node, [context + above for above in tree.path(node)]] = True
     mask = torch.zeros(whole, whole).masked_fill(~visible, torch.finfo(torch.float32).min)
-    positions = torch.tensor([*range(context), *(context + int(depth) for depth in tree.depths())])
+    positions = torch.tensor([*range(context), *(context + depth for depth in tree.depths)])
     with torch.no_grad():
         out = model.model(
             input_ids=torch.tensor([[*committed, *tree.tokens]]),

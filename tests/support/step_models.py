@@ -67,7 +67,7 @@ def chain_rows(ids: Sequence[int], context: int, pages: Sequence[int], *, all_lo
 def tree_rows(tree: TokenTree, context: int, pages: Sequence[int]) -> RowGroup:
     """All nodes of a tree whose root is the token at position ``context``."""
     bits = [sum(1 << ancestor for ancestor in tree.path(node)) for node in range(len(tree))]
-    positions = [context + int(depth) for depth in tree.depths()]
+    positions = [context + depth for depth in tree.depths]
     return RowGroup(tree.tokens, positions, context, pages, range(len(tree)), bits)
 
 

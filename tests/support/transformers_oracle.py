@@ -21,7 +21,7 @@ def expected_logits(model: transformers.PreTrainedModel, committed: list[int], t
     for i in range(n):
         visible[s + i, s:] = torch.tensor([bool(int(bits[i, j // 64]) >> (j % 64) & 1) for j in range(n)])
     mask = torch.zeros(s + n, s + n).masked_fill(~visible, torch.finfo(torch.float32).min)
-    positions = torch.tensor([*range(s), *(s + tree.depths()).tolist()])
+    positions = torch.tensor([*range(s), *(s + depth for depth in tree.depths)])
     ids = torch.tensor([committed + list(tree.tokens)])
     with torch.no_grad():
         out = model(input_ids=ids, attention_mask=mask[None, None], position_ids=positions[None], use_cache=False)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from flexspec.runtime.drafters.calibrate import Calibration
+from flexspec.runtime.drafters.calibrate import PRIOR_TRIALS, Calibration
 from flexspec.tree import TokenTree
 
 TREE = TokenTree((0, 1, 2, 3, 4), (-1, 0, 0, 1, 3), ("root", "a", "b", "a", "a"), (1.0, 0.6, 0.3, 0.6, 0.6))
@@ -16,19 +16,23 @@ def test_claims_are_believed_until_something_is_known() -> None:
     assert Calibration().scores(TREE) == list(TREE.scores)
 
 
-def test_only_children_of_accepted_nodes_are_booked() -> None:
-    calibration = Calibration()
-    calibration.update(TREE, [0, 1])
-    booked = {key: (cell["accepted"], cell["tried"]) for key, cell in calibration.table().items()}
-    assert sorted(booked.values()) == [(0.0, 1.0), (0.0, 1.0), (1.0, 1.0)], "node 4's parent was rejected"
-    scores = calibration.scores(TREE)
-    assert scores[0] == 1.0 and scores[1] > 0.6 and scores[2] < 0.3 and scores[3] < 0.6 and scores[4] == 0.6
+def smoothed(claim: float, accepted: bool) -> float:
+    """The measured chance after one outcome: the claim weighs as much as PRIOR_TRIALS others."""
+    return (PRIOR_TRIALS * claim + accepted) / (PRIOR_TRIALS + 1.0)
 
 
-def test_a_rejected_root_child_says_nothing_about_its_children() -> None:
+@pytest.mark.parametrize(
+    ("accepted", "scores"),
+    [
+        ([0, 1], [1.0, smoothed(0.6, True), smoothed(0.3, False), smoothed(0.6, False), 0.6]),  # node 3 was rejected
+        ([0], [1.0, smoothed(0.6, False), smoothed(0.3, False), 0.6, 0.6]),
+    ],
+    ids=["a child of the root", "nothing"],
+)
+def test_only_children_of_accepted_nodes_are_booked(accepted: list[int], scores: list[float]) -> None:
     calibration = Calibration()
-    calibration.update(TREE, [0])
-    assert len(calibration.table()) == 2
+    calibration.update(TREE, accepted)
+    assert calibration.scores(TREE) == pytest.approx(scores)
 
 
 @pytest.mark.parametrize("truth", [0.02, 0.35, 0.97])

@@ -80,7 +80,7 @@ def test_trees_with_sampled_nodes_are_not_merged() -> None:
 def test_cut_is_closed_ordered_bounded_and_best(tree: TokenTree, nodes: int, depth: int) -> None:
     survival = path_survival(tree)
     kept = most_promising(tree, survival, nodes, depth)
-    shallow = [i for i in range(1, len(tree)) if tree.depths()[i] <= depth]
+    shallow = [i for i in range(1, len(tree)) if tree.depths[i] <= depth]
     assert len(kept) == min(nodes, len(shallow)) and set(kept) <= set(shallow)
     for n in range(len(kept) + 1):
         assert all(tree.parents[i] in (0, *kept[:n]) for i in kept[:n]), "every prefix is closed under ancestors"

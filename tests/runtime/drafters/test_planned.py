@@ -87,7 +87,7 @@ def serve(drafter: PlannedDrafter, prompts: dict[int, list[int]], tokens: int) -
         for request, tree in zip(list(texts), drafter.propose(ask), strict=True):
             text = texts[request]
             assert tree.tokens[0] == text[-1]
-            assert len(tree) - 1 <= limits.max_nodes and max(tree.depths()) <= limits.max_depth
+            assert len(tree) - 1 <= limits.max_nodes and max(tree.depths) <= limits.max_depth
             argmax = [llm_next(text + [tree.tokens[n] for n in tree.path(i)[1:]]) for i in range(len(tree))]
             accepted = accept_greedy(tree, np.array(argmax, np.int32))
             drafter.record(tree, accepted.nodes)
@@ -157,7 +157,7 @@ def test_requests_keep_their_own_limits() -> None:
         for r, nodes, depth in ((1, 3, 8), (2, 20, 1), (3, 0, 8))
     ]
     trees = drafter.propose(ask)
-    assert len(trees[0]) == 4 and max(trees[1].depths()) == 1 and len(trees[2]) == 1
+    assert len(trees[0]) == 4 and max(trees[1].depths) == 1 and len(trees[2]) == 1
     assert drafter.propose([]) == []
 
 

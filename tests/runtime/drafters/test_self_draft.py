@@ -50,7 +50,7 @@ def test_everything_drafted_is_accepted(vector: tuple[int, ...]) -> None:
         text += new
         drafter.observe(1, new, None)
         (tree,) = drafter.propose([DraftRequest(1, text[-1], 64, 64, SamplingParams())])
-        depths = tree.depths()
+        depths = tree.depths
         bits = [sum(1 << node for node in tree.path(i)) for i in range(len(tree))]
         rows = RowGroup(tree.tokens, [cached + int(d) for d in depths], cached, pages, range(len(tree)), bits)
         accepted = accept_greedy(tree, llm.step(pack_rows([rows]), want_logits=False).argmax_L)

@@ -129,7 +129,7 @@ def test_commits_of_every_depth_across_page_edges(vector: tuple[int, ...], fused
         (tree,) = session.propose(1)
         assert_same(paths_of(tree), static_paths(seen(session, 1), vector, fused))
         depth = round_ % (len(vector) + 1)
-        nodes = [i for i, d in enumerate(tree.depths()) if d == depth]
+        nodes = [i for i, d in enumerate(tree.depths) if d == depth]
         accepted = [
             tree.tokens[i] for i in tree.path(nodes[-1 if round_ % 2 else 0])[1:]
         ]  # last sibling every 2nd time
@@ -251,7 +251,7 @@ def test_limits_of_a_request_hold() -> None:
     session.begin(1, [1, 2], 3)
     full = paths_of(session.propose(1)[0])
     assert len(session.propose(1, nodes=4)[0]) == 5
-    assert max(session.propose(1, depth=2)[0].depths()) == 2
+    assert max(session.propose(1, depth=2)[0].depths) == 2
     assert len(session.propose(1, nodes=0)[0]) == len(session.propose(1, depth=0)[0]) == 1
     assert_same(paths_of(session.propose(1)[0]), full)
 
@@ -291,7 +291,7 @@ def test_mixed_children_are_drawn_from_the_stated_law(fused: bool) -> None:
         law = np.zeros(VOCAB)
         logits = logits_after(path, len(KEEP) if fused else VOCAB)
         law[KEEP if fused else np.arange(VOCAB)] = target_law(logits, params)
-        drawn = draft_child(law, kept, noise, int(tree.depths()[parent]))
+        drawn = draft_child(law, kept, noise, tree.depths[parent])
         assert drawn is not None
         (node,) = [i for i in children if i in tree.laws]
         assert tree.tokens[node] == drawn[0] and np.array_equal(tree.laws[node], drawn[1])

@@ -38,7 +38,8 @@ def walk(automaton: SuffixAutomaton, part: list[int]) -> int | None:
 
 @given(texts)
 def test_match_is_the_longest_repeated_suffix(text: list[int]) -> None:
-    assert SuffixAutomaton(text).match_tokens() == longest_match(text)
+    automaton = SuffixAutomaton(text)
+    assert max(automaton.length[automaton.link[automaton.last]], 0) == longest_match(text)
 
 
 @given(texts, texts)
@@ -64,7 +65,7 @@ def test_extending_is_the_same_as_building_at_once(first: list[int], second: lis
 def test_every_path_continues_a_match(text: list[int], nodes: int, depth: int) -> None:
     """A drafted path, behind some repeated suffix, occurred in the text (or in its periodic continuation)."""
     tree = expand_matches(SuffixAutomaton(text), text[-1] if text else 0, nodes, depth)
-    assert len(tree) <= nodes + 1 and max(tree.depths()) <= min(depth, 16)
+    assert len(tree) <= nodes + 1 and max(tree.depths) <= min(depth, 16)
     paths = [tuple(tree.tokens[node] for node in tree.path(i)[1:]) for i in range(len(tree))]
     assert len(set(paths)) == len(paths), "no node twice"
     assert all(0.0 < score <= 1.0 for score in tree.scores)
@@ -78,7 +79,7 @@ def test_longest_match_decides_and_its_length_sets_the_score() -> None:
     tree = expand_matches(SuffixAutomaton(text), 4, 4, 8)
     first = tree.children()[0]
     assert [tree.tokens[i] for i in first][0] == 50 and tree.scores[first[0]] == CONFIDENCE[4]
-    path = [tree.tokens[i] for i in tree.path(max(range(len(tree)), key=lambda i: tree.depths()[i]))]
+    path = [tree.tokens[i] for i in tree.path(max(range(len(tree)), key=lambda i: tree.depths[i]))]
     assert path[:4] == [4, 50, 51, 52]
 
 
@@ -98,13 +99,13 @@ def test_shorter_matches_add_what_the_longest_never_saw() -> None:
 
 def test_a_period_is_continued_past_the_end_of_the_text() -> None:
     tree = expand_matches(SuffixAutomaton([1, 2, 3] * 4), 3, 16, 16)
-    deepest = max(range(len(tree)), key=lambda i: tree.depths()[i])
+    deepest = max(range(len(tree)), key=lambda i: tree.depths[i])
     assert [tree.tokens[i] for i in tree.path(deepest)[1:]] == ([1, 2, 3] * 6)[:16]
 
 
 def test_repetitive_text_stays_cheap() -> None:
     automaton = SuffixAutomaton([7] * 5_000)
-    assert automaton.match_tokens() == 4_999 and len(automaton.next) == 5_001
+    assert automaton.length[automaton.link[automaton.last]] == 4_999 and len(automaton.next) == 5_001
     chain = TokenTree.chain([7] * 9, "suffix")
     assert expand_matches(automaton, 7, 8, 8) == replace(chain, scores=(1.0,) + (CONFIDENCE[-1],) * 8)
 

@@ -45,7 +45,7 @@ def batch_of(parts: list[tuple[list[int] | TokenTree, int, list[int]]]) -> StepB
     words = max((len(tree) + 63) // 64 for tree in trees)
     width = max(len(pages) for _, _, pages in parts)
     contexts = np.array([context for _, context, _ in parts], np.int32)
-    positions = [context + tree.depths() for context, tree in zip(contexts, trees, strict=True)]
+    positions = [context + np.array(tree.depths, np.int32) for context, tree in zip(contexts, trees, strict=True)]
     starts = np.cumsum([0, *map(len, trees)]).astype(np.int32)
     return StepBatch(
         ids_T=np.array([token for tree in trees for token in tree.tokens], np.int32),
