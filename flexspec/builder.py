@@ -11,7 +11,8 @@ A refused call raises GraphError with the operand types and the caller's file an
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from flexspec.errors import GraphError
@@ -49,6 +50,7 @@ class GraphBuilder:
         self._inputs: list[Value] = []
         self._nodes: list[Node] = []
         self._types: dict[str, TensorType] = {}
+        self._block: int | None = None
 
     @classmethod
     def extend(cls, graph: Graph, dtype: DType) -> GraphBuilder:
@@ -91,6 +93,15 @@ class GraphBuilder:
             self.input("ancestors_TW", ("T", "W"), DType.U64, Role.TREE),
             self.input("logit_rows_L", ("L",), i32, Role.IDS),
         )
+
+    @contextmanager
+    def block(self, number: int) -> Iterator[None]:
+        """``with b.block(3):`` what is called inside belongs to decoder block 3. Stages are cut between blocks."""
+        outside, self._block = self._block, number
+        try:
+            yield
+        finally:
+            self._block = outside
 
     def embedding(self, ids_T: Value, weight_VE: Value, *, name: str = "") -> Value:
         """Rows of the weight by id -> [T,E]."""
@@ -189,7 +200,7 @@ class GraphBuilder:
         )
         for value in outputs:
             self._define(value)
-        self._nodes.append(Node(op, tuple(value.name for value in operands), outputs, pairs))
+        self._nodes.append(Node(op, tuple(value.name for value in operands), outputs, pairs, self._block))
         return outputs
 
     def finish(self, *outputs: Value) -> Graph:

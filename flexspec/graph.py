@@ -25,12 +25,14 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operator call: ``outputs = op(inputs) {attrs}``. ``attrs`` is sorted by key."""
+    """One operator call: ``outputs = op(inputs) {attrs} @block``."""
 
     op: str
     inputs: tuple[str, ...]
     outputs: tuple[Value, ...]
-    attrs: tuple[tuple[str, Attr], ...] = ()
+    attrs: tuple[tuple[str, Attr], ...] = ()  # sorted by key
+    # The decoder block it belongs to, from 0 up: stages are cut between blocks. None before, after or outside them.
+    block: int | None = None
 
     def attr(self, key: str) -> Attr:
         """The attribute ``key``. Raises KeyError if the node does not carry it."""
@@ -77,9 +79,24 @@ class Graph:
                 table[name].append(i)
         return table
 
+    def blocks(self) -> dict[str, int]:
+        """Value name -> the block in which it is computed.
+
+        A value outside the blocks belongs to the last block that it needs; one that needs none is absent.
+        """
+        table: dict[str, int] = {}
+        for node in self.nodes:
+            block = node.block
+            if block is None:
+                block = max((table[name] for name in node.inputs if name in table), default=None)
+            if block is not None:
+                table.update((value.name, block) for value in node.outputs)
+        return table
+
     def hash(self) -> str:
-        """Structural hash: equal for graphs that differ only in ``name``, in the names of intermediate values, and in
-        the order of nodes that do not depend on one another (front ends trace the same block in different orders).
+        """Structural hash: equal for graphs that differ only in ``name``, in the names of intermediate values, in block
+        numbers, and in the order of nodes that do not depend on one another (front ends trace the same block in
+        different orders, and see no block numbers).
         """
         ids: dict[str, str] = {}
         lines: list[str] = []

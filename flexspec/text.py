@@ -2,9 +2,11 @@
 
 graph llm {
   input %ids_T: i32[T]:ids
-  %x: f32[T,64]:activation = rms_norm(%h, %norm.weight) {eps=1e-05}
+  %x: f32[T,64]:activation = rms_norm(%h, %norm.weight) {eps=1e-05} @0
   return %logits_LV
 }
+
+``@0`` is the node's block; nodes outside the blocks have none.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _TOKEN = re.compile(
     | (?P<string>"(?:[^"\\]|\\.)*")
     | (?P<number>[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+))
     | (?P<word>[A-Za-z_][A-Za-z0-9_.]*)
-    | (?P<mark>[\[\](){}=:,])
+    | (?P<mark>[\[\](){}=:,@])
     )""",
     re.VERBOSE,
 )
@@ -50,7 +52,8 @@ def print_node(node: Node) -> str:
     outputs = ", ".join(f"%{value.name}: {value.type}" for value in node.outputs)
     attrs = ", ".join(f"{key}={print_attr(value)}" for key, value in node.attrs)
     call = f"{node.op}({', '.join('%' + name for name in node.inputs)})"
-    return f"{outputs} = {call}" + (f" {{{attrs}}}" if attrs else "")
+    block = "" if node.block is None else f" @{node.block}"
+    return f"{outputs} = {call}" + (f" {{{attrs}}}" if attrs else "") + block
 
 
 def graph_lines(graph: Graph) -> list[str]:
@@ -128,6 +131,12 @@ class _Line:
             return int(self.take("number", "a dim"))
         return self.take("word", "a dim: a whole number or a letter")
 
+    def block(self) -> int:
+        self.mark("@")
+        if not self.peek().isdigit():
+            raise self.fail("a block number")
+        return int(self.take("number", "a block number"))
+
     def typed_value(self) -> Value:
         name = self.value_name()
         self.mark(":")
@@ -172,10 +181,11 @@ def _parse_node(line: _Line) -> Node:
     if line.peek() == "{":
         line.mark("{")
         attrs = line.listed(line.attr, "}")
+    block = line.block() if line.peek() == "@" else None
     line.end()
     if len({key for key, _ in attrs}) != len(attrs):
         raise line.fail("every attribute once")
-    return Node(op, tuple(inputs), tuple(outputs), tuple(sorted(attrs)))
+    return Node(op, tuple(inputs), tuple(outputs), tuple(sorted(attrs)), block)
 
 
 def _word(line: _Line, text: str) -> None:

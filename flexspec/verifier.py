@@ -19,6 +19,7 @@ _CONTEXT_LINES = 5
 def verify(graph: Graph) -> None:
     """Raise GraphError at the first broken rule; return None for a legal graph."""
     known: dict[str, TensorType] = {}
+    blocks = graph.blocks()
     if not NAME.fullmatch(graph.name):
         raise GraphError(f"graph name {graph.name!r}", f"a name that matches {NAME.pattern}", "rename the graph")
     for i, value in enumerate(graph.inputs):
@@ -27,6 +28,7 @@ def verify(graph: Graph) -> None:
         line = 1 + len(graph.inputs) + i
         try:
             verify_node(node, known)
+            _check_block(node, blocks)
         except GraphError as error:
             raise _at(graph, line, f"{node.op}: {error.found}", error.expected, error.fix) from None
         for value in node.outputs:
@@ -56,6 +58,21 @@ def verify_node(node: Node, known: dict[str, TensorType]) -> None:
     found = tuple(value.type for value in node.outputs)
     if derived != found:
         raise GraphError(f"outputs {_types(found)}", f"{_types(derived)} by the shape rule", "write the derived types")
+
+
+def _check_block(node: Node, blocks: dict[str, int]) -> None:
+    """Blocks run in order: a node needs nothing of a later one."""
+    if node.block is None:
+        return
+    if node.block < 0:
+        raise GraphError(f"block {node.block}", "blocks from 0 up", "number the decoder blocks from 0")
+    late = next((name for name in node.inputs if blocks.get(name, 0) > node.block), None)
+    if late is not None:
+        raise GraphError(
+            f"block {node.block} reads %{late} of block {blocks[late]}",
+            "operands of this block or an earlier one",
+            "number the decoder blocks in the order in which they run",
+        )
 
 
 def check_attrs(record: OpRecord, attrs: tuple[tuple[str, Attr], ...]) -> None:

@@ -88,6 +88,18 @@ def test_unknown_rope_kind_is_refused() -> None:
         b.rope(b.input("x", ("T", 2, 8)), step.positions_T, RopeConfig(kind="su"), 64)
 
 
+def test_nodes_carry_the_block_they_are_written_in() -> None:
+    b = GraphBuilder("g", DType.F32)
+    x = b.input("x", ("T", 8))
+    y = b.add(x, x)
+    for i in range(2):
+        with b.block(i):
+            y = b.add(y, x)
+    graph = b.finish(b.add(y, y))
+    assert [node.block for node in graph.nodes] == [None, 0, 1, None]
+    assert list(graph.blocks().values()) == [0, 1, 1], "what follows the blocks belongs to the last that it needs"
+
+
 def test_extend_goes_on_where_a_graph_ends() -> None:
     b = GraphBuilder("g", DType.F32)
     x = b.input("x", ("T", 8))

@@ -67,6 +67,13 @@ def test_changes_of_meaning_change_the_hash(old: str, new: str) -> None:
     assert parse_graph(text.replace(old, new, 1)).hash() != parse_graph(text).hash()
 
 
+def test_block_numbers_do_not_change_the_hash() -> None:
+    """A front end that traces a model sees no blocks, and its graph is the same."""
+    graph = build_model(CONFIG, DType.F32)
+    bare = replace(graph, nodes=tuple(replace(node, block=None) for node in graph.nodes))
+    assert bare != graph and bare.hash() == graph.hash()
+
+
 @pytest.mark.parametrize(
     "config",
     [

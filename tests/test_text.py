@@ -19,7 +19,7 @@ TEXT = """\
 graph tiny {
   input %x_TE: f32[T,8]:activation
   input %norm.weight: f32[8]:weight
-  %h: f32[T,8]:activation = rms_norm(%x_TE, %norm.weight) {eps=1e-05}
+  %h: f32[T,8]:activation = rms_norm(%x_TE, %norm.weight) {eps=1e-05} @3
   %y: f32[T,8]:activation = add(%x_TE, %h)
   return %y, %h
 }
@@ -46,7 +46,15 @@ def any_graphs(draw: st.DrawFn) -> Graph:
     for value in values[cut:]:
         operands = draw(st.lists(st.sampled_from(values).map(lambda v: v.name), max_size=4))
         attrs = draw(st.dictionaries(names, attr_values, max_size=4))
-        nodes.append(Node(draw(names), tuple(operands), (value,), tuple(sorted(attrs.items()))))
+        nodes.append(
+            Node(
+                draw(names),
+                tuple(operands),
+                (value,),
+                tuple(sorted(attrs.items())),
+                draw(st.none() | st.integers(0, 99)),
+            )
+        )
     outputs = draw(st.lists(st.sampled_from(values).map(lambda v: v.name), min_size=1, max_size=3))
     return Graph(draw(names), tuple(values[:cut]), tuple(nodes), tuple(outputs))
 
@@ -110,6 +118,7 @@ def test_printed_form() -> None:
         ("add(%x_TE, %h)", "add(%x_TE %h)", "line 5"),
         ("add(%x_TE, %h)", "add(%x_TE, %h) junk", "line 5"),
         ("add(%x_TE, %h)", "add(%x_TE, h)", "line 5"),
+        ("{eps=1e-05} @3", "{eps=1e-05} @x", "line 4, column 72"),
         ("  %y:", "  input %z: f32[T,8]:activation\n  %y:", "line 5"),
         ("return %y, %h", "return", "line 6"),
         ("  return %y, %h\n", "", "line 5"),

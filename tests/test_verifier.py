@@ -18,7 +18,7 @@ graph tiny {
   input %norm.weight: f32[8]:weight
   %h: f32[T,8]:activation = rms_norm(%x_TE, %norm.weight) {eps=1e-05}
   %s: f32[T,2,4]:activation = split_heads(%h) {heads=2}
-  %m: f32[T,8]:activation = merge_heads(%s)
+  %m: f32[T,8]:activation = merge_heads(%s) @0
   %y: f32[T,8]:activation = add(%x_TE, %m)
   return %y
 }
@@ -45,6 +45,7 @@ def test_the_graph_is_legal_as_written() -> None:
         ("{heads=2}", "{heads=3}", "a multiple of heads=3"),
         ("%m: f32[T,8]", "%m: f32[T,16]", r"outputs f32\[T,16\]"),
         ("%m: f32[T,8]:activation", "%m: f32[T,8]:kv", r"f32\[T,8\]:activation by the shape rule"),
+        ("{heads=2}", "{heads=2} @1", "block 0 reads %s of block 1"),
         ("return %y", "return %z", "output %z"),
         ("return %y", "return %y, %y", "returned twice"),
         ("f32[8]:weight", "f32[0]:weight", "dim 0"),

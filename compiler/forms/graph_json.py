@@ -20,6 +20,7 @@ def graph_json(graph: Graph) -> str:
                 "inputs": list(node.inputs),
                 "outputs": [_value(value) for value in node.outputs],
                 "attrs": dict(node.attrs),
+                "block": node.block,
             }
             for node in graph.nodes
         ],

@@ -20,6 +20,7 @@ from flexspec.ops.record import OpRecord, all_records
 from flexspec.types import Dim, DType, Role, TensorType
 from flexspec.verifier import verify, verify_node
 
+BLOCK = "flexspec.block"  # on operations: the node's block, where it has one
 NAMES = "flexspec.names"  # on operations: names of the results; on function arguments: the argument's own name
 _SEGMENTS = ("operandSegmentSizes", "resultSegmentSizes")
 _FIX = "give MLIR text that flexspec inspect --emit=mlir printed"
@@ -200,9 +201,17 @@ class _Codec:
 
     def node(self, op: Any, inputs: Sequence[str], outputs: Sequence[Value]) -> Node:
         """The call behind an operation."""
-        skip = (NAMES, *_SEGMENTS)
+        skip = (NAMES, BLOCK, *_SEGMENTS)
         attrs = sorted((key, self.read_attr(op.attributes[key])) for key in op.attributes if key not in skip)
-        return Node(op.name.removeprefix("flexspec."), tuple(inputs), tuple(outputs), tuple(attrs))
+        return Node(op.name.removeprefix("flexspec."), tuple(inputs), tuple(outputs), tuple(attrs), self._block(op))
+
+    def _block(self, op: Any) -> int | None:
+        if BLOCK not in op.attributes:
+            return None
+        block = self.read_attr(op.attributes[BLOCK])
+        if type(block) is not int or block < 0:
+            raise GraphTextError(f"{BLOCK} = {block!r}", "a block number from 0 up", _FIX)
+        return block
 
     def names(self, owner: Any, count: int) -> list[str]:
         """The ``flexspec.names`` of an operation or an argument's dictionary."""
@@ -226,6 +235,8 @@ def _emit_function(codec: _Codec, operations: SimpleNamespace, graph: Graph) -> 
         for node in graph.nodes:
             op = _emit_node(codec, operations, node, [values[name] for name in node.inputs])
             op.attributes[NAMES] = ir.ArrayAttr.get([codec.attr(v.name) for v in node.outputs])
+            if node.block is not None:
+                op.attributes[BLOCK] = codec.attr(node.block)
             values.update((v.name, result) for v, result in zip(node.outputs, op.results, strict=True))
         func.ReturnOp([values[name] for name in graph.outputs])
 

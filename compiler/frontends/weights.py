@@ -36,10 +36,19 @@ def finite(array: NDArray[np.float32], name: str, path: Path) -> NDArray[np.floa
 
 
 def check_layer_count(source: WeightSource, layers: int, path: Path) -> None:
-    """Hold the configuration's layer count against the checkpoint, before anything as large is built from it."""
-    stored = {name.split(".")[1] for name in source.names() if name.startswith("layers.")}
-    if len(stored) != layers:
-        found = f"{path} is configured with {layers} layers but holds weights of {len(stored)}"
+    """Hold the configuration's layer count against the checkpoint, before anything as large is built from it.
+
+    Layers are what the first number of a name counts (``layers.7.mlp.up_proj.weight``), whatever stands before it.
+    """
+    numbers: dict[tuple[str, ...], set[str]] = {}
+    for name in source.names():
+        parts = tuple(name.split("."))
+        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if at is not None:
+            numbers.setdefault(parts[:at], set()).add(parts[at])
+    counts = {len(stored) for stored in numbers.values()}
+    if layers not in counts:
+        found = f"{path} is configured with {layers} layers but holds weights of {max(counts, default=0)}"
         raise WeightError(found, "the weights of every layer", "the model was cut or mixed up: download it again")
 
 

@@ -68,6 +68,7 @@ class _RankWriter:
     cuts: Sequence[StageCut]
     part: int
     types: dict[str, TensorType] = field(init=False)  # of the uncut values
+    blocks: dict[str, int | None] = field(init=False)  # of the nodes that compute the uncut values
     given: set[str] = field(init=False)  # names of the stage's inputs
     at_hand: dict[str, dict[tuple[int | str | None, int], str]] = field(default_factory=dict)  # name by state
     states: dict[str, list[State]] = field(default_factory=dict)
@@ -78,6 +79,7 @@ class _RankWriter:
 
     def __post_init__(self) -> None:
         self.types = self.cut.graph.types()
+        self.blocks = {value.name: node.block for node in self.cut.graph.nodes for value in node.outputs}
         self.given = {value.name for value in self.cut.graph.inputs}
         self.taken = set(self.types)
 
@@ -127,8 +129,10 @@ class _RankWriter:
         self.taken.add(local)
         return local
 
-    def emit(self, op: str, operand: str, result: str, kind: TensorType, **attrs: Attr) -> str:
-        self.nodes.append(Node(op, (operand,), (Value(result, kind),), tuple(sorted(attrs.items()))))
+    def emit(self, op: str, name: str, operand: str, result: str, kind: TensorType, **attrs: Attr) -> str:
+        """An operator on what this rank has of the uncut value ``name``, in that value's block."""
+        outputs, pairs = (Value(result, kind),), tuple(sorted(attrs.items()))
+        self.nodes.append(Node(op, (operand,), outputs, pairs, self.blocks.get(name)))
         return result
 
     def local_type(self, kind: TensorType, state: State) -> TensorType:
@@ -165,7 +169,7 @@ class _RankWriter:
             local = self.fresh(f"{value.name}.{mark}") if renamed else value.name
             outputs.append(Value(local, self.local_type(value.type, state)))
             self.note(value.name, state, local)
-        self.nodes.append(Node(node.op, operands, tuple(outputs), tuple(sorted(attrs.items()))))
+        self.nodes.append(Node(node.op, operands, tuple(outputs), tuple(sorted(attrs.items())), node.block))
 
     def obtain(self, name: str, state: State) -> str:
         """The local name of a value in a state; what it takes to get there is written first."""
@@ -182,7 +186,9 @@ class _RankWriter:
             whole = self.obtain(name, WHOLE)
             first, end = self.share(kind.dims[state.dim], state)
             local = self.fresh(f"{name}.part")
-            self.emit("partition", whole, local, self.local_type(kind, state), dim=state.dim, first=first, end=end)
+            self.emit(
+                "partition", name, whole, local, self.local_type(kind, state), dim=state.dim, first=first, end=end
+            )
         self.note(name, state, local)
         return local
 
@@ -192,13 +198,15 @@ class _RankWriter:
         source = self.at_hand[name][held.key()]
         local = name if source != name else self.fresh(f"{name}.whole")
         if held.dim == "partial":
-            return self.emit("reduce", source, local, kind, ranks=self.ranks)
+            return self.emit("reduce", name, source, local, kind, ranks=self.ranks)
         assert isinstance(held.dim, int) and held.axis is not None
         extent = kind.dims[held.dim]
         assert isinstance(extent, int)
         shares = [held.axis.share(extent, self.degree, part) for part in range(self.degree)]
         sizes = tuple(end - first for first, end in shares)
-        return self.emit("combine", source, local, kind, dim=held.dim, ranks=self.ranks, sizes=sizes, part=self.part)
+        return self.emit(
+            "combine", name, source, local, kind, dim=held.dim, ranks=self.ranks, sizes=sizes, part=self.part
+        )
 
     def own(self, name: str, state: State) -> str:
         """A weight or cache of this rank, as an input; a weight also gets its recipe."""
@@ -223,7 +231,9 @@ class _RankWriter:
             return []
         local = self.fresh(f"{crossing.value.name}.to{crossing.target}")
         to = peers[self.part]
-        return [self.emit("send", whole, local, crossing.value.type, to=to, channel=crossing.channel)]
+        return [
+            self.emit("send", crossing.value.name, whole, local, crossing.value.type, to=to, channel=crossing.channel)
+        ]
 
     def receive(self, crossing: Crossing) -> None:
         """The value from the rank of the same number, or where the source stage has fewer, from a rank of this one."""
@@ -239,10 +249,17 @@ class _RankWriter:
         if self.part < len(peers):
             local = value.name if len(group) == 1 else self.fresh(f"{value.name}.recv")
             source = self.emit(
-                "recv", rows, local, value.type, source=peers[self.part], channel=crossing.channel, **arriving
+                "recv",
+                value.name,
+                rows,
+                local,
+                value.type,
+                source=peers[self.part],
+                channel=crossing.channel,
+                **arriving,
             )
         if len(group) > 1:
-            self.emit("replicate", source, value.name, value.type, ranks=group, root=group[0], **arriving)
+            self.emit("replicate", value.name, source, value.name, value.type, ranks=group, root=group[0], **arriving)
         self.note(value.name, WHOLE, value.name)
 
     def row_counter(self, value: Value) -> str:

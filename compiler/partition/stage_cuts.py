@@ -1,13 +1,12 @@
 """Cuts a graph into pipeline stages: which node runs in which stage, and which values go from one to another.
 
-Blocks are told by the names of weights and caches (``layers.7.mlp.up_proj.weight`` belongs to block 7); a node without
-any belongs to the last block that it needs. What comes before the blocks is in the first stage, what comes after them
-in the last. A stage's graph is an ordinary graph; what it takes from others are inputs, what it gives are outputs.
+Nodes carry the number of their block; one outside the blocks belongs to the last block that it needs. What comes before
+the blocks is in the first stage, what comes after them in the last. A stage's graph is an ordinary graph; what it takes
+from others are inputs, what it gives are outputs.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from flexspec.errors import PartitionError
 from flexspec.graph import Graph, Value
 from flexspec.types import Role
 
-_BLOCK = re.compile(r"layers\.(\d+)\.")
+_OWNED = (Role.WEIGHT, Role.KV)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,14 @@ class StageCut:
 
 def cut_stages(graph: Graph, stages: Sequence[Stage]) -> tuple[StageCut, ...]:
     """The graph cut at the edges of the stages. Raises PartitionError for stages that do not fit the graph."""
-    blocks = _blocks(graph)
-    check_stages(stages, 1 + max(blocks.values(), default=-1))
+    blocks = graph.blocks()
+    if not blocks:
+        raise PartitionError(
+            f"graph {graph.name}, whose operators belong to no block",
+            "decoder blocks with numbers, between which stages are cut",
+            "write them with `with b.block(i):` in the model file",
+        )
+    check_stages(stages, 1 + max(blocks.values()))
     place = _places(graph, stages, blocks)
     crossings = _crossings(graph, place, len(stages))
     return tuple(_stage_cut(graph, stages, place, crossings, at) for at in range(len(stages)))
@@ -74,24 +79,13 @@ def check_stages(stages: Sequence[Stage], blocks: int) -> None:
         )
 
 
-def _blocks(graph: Graph) -> dict[str, int]:
-    """The block of each weight and cache that has one."""
-    found = ((value.name, _BLOCK.match(value.name)) for value in graph.inputs if value.type.role in _OWNED)
-    return {name: int(match[1]) for name, match in found if match}
-
-
-_OWNED = (Role.WEIGHT, Role.KV)
-
-
 def _places(graph: Graph, stages: Sequence[Stage], blocks: dict[str, int]) -> dict[str, int]:
     """The stage in which each computed value is made."""
-    block_of = dict(blocks)
     place: dict[str, int] = {}
     for node in graph.nodes:
-        block = max((block_of.get(name, 0) for name in node.inputs), default=0)
-        at = next(i for i, stage in enumerate(stages) if block < stage.end_block)
         for value in node.outputs:
-            block_of[value.name], place[value.name] = block, at
+            block = blocks.get(value.name, 0)
+            place[value.name] = next(i for i, stage in enumerate(stages) if block < stage.end_block)
     return place
 
 

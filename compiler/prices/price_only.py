@@ -6,7 +6,7 @@ attention, weights and caches, which are all but a percent of the time, are its 
 
 from __future__ import annotations
 
-from flexspec.builder import GraphBuilder
+from flexspec.builder import GraphBuilder, StepInputs
 from flexspec.compiler.frontends.settings import Settings
 from flexspec.graph import Graph, Value
 from flexspec.models.config import ModelConfig
@@ -52,17 +52,23 @@ def build_opt(config: ModelConfig, dtype: DType) -> Graph:
     x = b.add(b.embedding(step.ids_T, table), b.embedding(step.positions_T, places))
     caches: list[Value] = []
     for i in range(config.layers):
-        part = f"layers.{i}"
-        h = b.rms_norm(x, b.weight(f"{part}.self_attn_layer_norm.weight", (width,)), config.norm_eps)
-        q, k, v = (b.split_heads(linear(b, h, f"{part}.{n}_proj", width, True), config.heads) for n in "qkv")
-        k_cache = b.kv_cache(f"{part}.k_cache", config.heads, config.head_dim)
-        v_cache = b.kv_cache(f"{part}.v_cache", config.heads, config.head_dim)
-        o, *new = b.attention(q, k, v, k_cache, v_cache, step, config.head_dim**-0.5)
-        x = b.add(x, linear(b, b.merge_heads(o), f"{part}.out_proj", width, True))
-        h = b.rms_norm(x, b.weight(f"{part}.final_layer_norm.weight", (width,)), config.norm_eps)
-        x = b.add(x, linear(b, linear(b, h, f"{part}.fc1", config.ffn_size, True), f"{part}.fc2", width, True))
+        with b.block(i):
+            x, *new = _layer(b, step, config, x, f"layers.{i}")
         caches += new
     rows = b.rms_norm(
         b.select_rows(x, step.logit_rows_L), b.weight("final_layer_norm.weight", (width,)), config.norm_eps
     )
     return b.finish(b.linear(rows, table, name="logits_LV"), *caches)
+
+
+def _layer(b: GraphBuilder, step: StepInputs, config: ModelConfig, x: Value, part: str) -> tuple[Value, Value, Value]:
+    width = config.hidden_size
+    h = b.rms_norm(x, b.weight(f"{part}.self_attn_layer_norm.weight", (width,)), config.norm_eps)
+    q, k, v = (b.split_heads(linear(b, h, f"{part}.{n}_proj", width, True), config.heads) for n in "qkv")
+    k_cache = b.kv_cache(f"{part}.k_cache", config.heads, config.head_dim)
+    v_cache = b.kv_cache(f"{part}.v_cache", config.heads, config.head_dim)
+    o, k_new, v_new = b.attention(q, k, v, k_cache, v_cache, step, config.head_dim**-0.5)
+    x = b.add(x, linear(b, b.merge_heads(o), f"{part}.out_proj", width, True))
+    h = b.rms_norm(x, b.weight(f"{part}.final_layer_norm.weight", (width,)), config.norm_eps)
+    x = b.add(x, linear(b, linear(b, h, f"{part}.fc1", config.ffn_size, True), f"{part}.fc2", width, True))
+    return x, k_new, v_new

@@ -122,7 +122,7 @@ def profile_model(
 ) -> ModelProfile:
     """Cut and lower the model for each degree; those the partition pass refuses are left out with its reason.
 
-    Raises PlanError for a model whose blocks differ.
+    Raises PlanError for a model whose blocks differ, PartitionError for one that has none.
     """
     if config.dense_layers:
         raise PlanError(
@@ -138,6 +138,8 @@ def profile_model(
         try:
             ranks[degree] = _rank_profile(graph, degree, passes)
         except PartitionError as error:
+            if degree == 1:
+                raise
             refused[degree] = f"{error.found}: needs {error.expected}"
     return ModelProfile(name, config, dtype, ranks, refused, note)
 
@@ -189,8 +191,7 @@ def _weight_and_kv(graph: Graph) -> int:
 
 
 def _first_of_block(graph: Graph, block: int) -> int:
-    prefix = f"layers.{block}."
-    return next(i for i, node in enumerate(graph.nodes) if any(name.startswith(prefix) for name in node.inputs))
+    return next(i for i, node in enumerate(graph.nodes) if node.block == block)
 
 
 def _weights(nodes: Sequence[Node], types: Mapping[str, TensorType]) -> set[str]:

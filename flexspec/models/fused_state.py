@@ -35,7 +35,8 @@ def build_fused_state(config: ModelConfig, dtype: DType, *, reduced_vocab_size: 
     x = b.add(token, state)
     caches: list[Value] = []
     for i in range(config.layers):
-        x, *new = decoder_layer(b, step, config, x, f"layers.{i}")
+        with b.block(i):
+            x, *new = decoder_layer(b, step, config, x, f"layers.{i}")
         caches += new
     final = b.rms_norm(x, b.weight("norm.weight", (width,)), config.norm_eps, name="tap0_TE")
     rows = b.select_rows(final, step.logit_rows_L)

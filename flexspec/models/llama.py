@@ -37,7 +37,8 @@ def build_decoder(
     tapped = [x] if 0 in names else []
     caches: list[Value] = []
     for i in range(config.layers):
-        x, *new = decoder_layer(b, step, config, x, f"layers.{i}", mlp=mlp_of(i), name=names.get(i + 1, ""))
+        with b.block(i):
+            x, *new = decoder_layer(b, step, config, x, f"layers.{i}", mlp=mlp_of(i), name=names.get(i + 1, ""))
         caches += new
         tapped += [x] if i + 1 in names else []
     norm = b.weight("norm.weight", (config.hidden_size,))
@@ -60,7 +61,8 @@ def build_block(config: ModelConfig, dtype: DType, *, name: str = "block") -> Gr
     b = GraphBuilder(name, dtype)
     step = b.step_inputs()
     x = b.input("x_TE", ("T", config.hidden_size))
-    return b.finish(*decoder_layer(b, step, config, x, "layers.0", name="y_TE"))
+    with b.block(0):
+        return b.finish(*decoder_layer(b, step, config, x, "layers.0", name="y_TE"))
 
 
 def embedding_dims(config: ModelConfig) -> tuple[int, int]:

@@ -61,9 +61,9 @@ def split_logits(graph: Graph) -> tuple[Graph, Node | None]:
 
 
 def comment_of(node: Node) -> str:
-    """The node as text, without what tells one rank from another."""
+    """The node as text, without its block and what tells one rank from another."""
     ranked = record_of(node).exchange or "first_row" in dict(node.attrs)
-    return print_node(replace(node, attrs=()) if ranked else node)
+    return print_node(replace(node, attrs=() if ranked else node.attrs, block=None))
 
 
 def first_id(graph: Graph) -> int:

@@ -36,12 +36,12 @@ graph mlp {
   input %down.weight: f32[8,6]:weight
   input %down.bias: f32[8]:weight
   input %layers.0.norm.weight: f32[8]:weight
-  %gate: f32[T,6]:activation = linear(%x, %gate.weight)
-  %up: f32[T,6]:activation = linear(%x, %up.weight)
-  %h: f32[T,6]:activation = swiglu(%gate, %up)
-  %down: f32[T,8]:activation = linear(%h, %down.weight, %down.bias)
-  %y: f32[T,8]:activation = add(%x, %down)
-  %z: f32[T,8]:activation = rms_norm(%y, %layers.0.norm.weight) {eps=1e-05}
+  %gate: f32[T,6]:activation = linear(%x, %gate.weight) @0
+  %up: f32[T,6]:activation = linear(%x, %up.weight) @0
+  %h: f32[T,6]:activation = swiglu(%gate, %up) @0
+  %down: f32[T,8]:activation = linear(%h, %down.weight, %down.bias) @0
+  %y: f32[T,8]:activation = add(%x, %down) @0
+  %z: f32[T,8]:activation = rms_norm(%y, %layers.0.norm.weight) {eps=1e-05} @0
   return %z
 }
 """
@@ -58,13 +58,13 @@ def nodes_of(part: RankPart) -> list[str]:
 def test_an_mlp_before_and_after() -> None:
     first, second, third, _ = partition(parse_graph(MLP), [Stage(0, 1, (0, 1, 2, 3))])
     assert nodes_of(first) == [
-        "%gate: f32[T,2] = linear(%x, %gate.weight)",
-        "%up: f32[T,2] = linear(%x, %up.weight)",
-        "%h: f32[T,2] = swiglu(%gate, %up)",
-        "%down: f32[T,8] = linear(%h, %down.weight, %down.bias)",
-        "%down.whole: f32[T,8] = reduce(%down) {ranks=[0, 1, 2, 3]}",
-        "%y: f32[T,8] = add(%x, %down.whole)",
-        "%z: f32[T,8] = rms_norm(%y, %layers.0.norm.weight) {eps=1e-05}",
+        "%gate: f32[T,2] = linear(%x, %gate.weight) @0",
+        "%up: f32[T,2] = linear(%x, %up.weight) @0",
+        "%h: f32[T,2] = swiglu(%gate, %up) @0",
+        "%down: f32[T,8] = linear(%h, %down.weight, %down.bias) @0",
+        "%down.whole: f32[T,8] = reduce(%down) {ranks=[0, 1, 2, 3]} @0",
+        "%y: f32[T,8] = add(%x, %down.whole) @0",
+        "%z: f32[T,8] = rms_norm(%y, %layers.0.norm.weight) {eps=1e-05} @0",
     ]
     assert [str(value.type) for value in third.graph.inputs[1:4]] == [
         "f32[1,8]:weight", "f32[1,8]:weight", "f32[8,1]:weight",
@@ -85,7 +85,7 @@ def test_a_whole_operand_is_partitioned_where_the_other_is_cut() -> None:
     _, second = partition(parse_graph(body), [Stage(0, 1, (4, 5))])
     assert nodes_of(second)[1:3] == [
         "%r.part: f32[T,3] = partition(%r) {dim=1, end=6, first=3}",
-        "%h: f32[T,3] = swiglu(%gate, %r.part)",
+        "%h: f32[T,3] = swiglu(%gate, %r.part) @0",
     ]
     assert "up.weight" not in {each.name for each in second.weights}
 
@@ -121,6 +121,23 @@ def test_layouts_that_an_operator_does_not_have_are_refused() -> None:
         partition(model(**EXPERTS, heads=10), [Stage(0, 1, tuple(range(10)))], prefer={"moe_experts": "experts"})
 
 
+def test_weights_may_have_any_names() -> None:
+    """Stages are cut by the blocks that the nodes carry, whatever their weights are called."""
+    stages = [Stage(0, 1, (0, 1)), Stage(1, 3, (2, 3, 4))]
+    renamed = parse_graph(print_graph(model()).replace("%layers.", "%h."))
+    parts = partition(renamed, stages)
+    assert {name for part in parts for name in part.graph.types() if "layers" in name} == set()
+    assert [print_graph(part.graph).replace("%h.", "%layers.") for part in parts] == [
+        print_graph(part.graph) for part in partition(model(), stages)
+    ]
+
+
+def test_a_graph_without_blocks_is_refused() -> None:
+    bare = parse_graph(MLP.replace(" @0", ""))
+    with pytest.raises(PartitionError, match=r"(?s)belong to no block.*with b.block\(i\)"):
+        partition(bare, [Stage(0, 1, (0,))])
+
+
 def test_stages_meet_by_send_and_recv() -> None:
     """Two ranks, then four: two of the four receive, and hand on to their fellows."""
     parts = partition(model(), [Stage(0, 1, (0, 1)), Stage(1, 3, (2, 3, 4, 5))])
@@ -129,7 +146,7 @@ def test_stages_meet_by_send_and_recv() -> None:
     ]  # fmt: skip
     x = parts[0].graph.outputs[0].removesuffix(".to1")
     arriving = 'columns=[32], dtype="f32"'
-    assert nodes_of(parts[1])[-1] == f"%{x}.to1: f32[T,32] = send(%{x}) {{channel=0, to=3}}"
+    assert nodes_of(parts[1])[-1] == f"%{x}.to1: f32[T,32] = send(%{x}) {{channel=0, to=3}} @0"
     assert nodes_of(parts[3])[:2] == [
         f"%{x}.recv: f32[T,32] = recv(%ids_T) {{channel=0, {arriving}, source=1}}",
         f"%{x}: f32[T,32] = replicate(%{x}.recv) {{{arriving}, ranks=[3, 5], root=3}}",

@@ -27,10 +27,13 @@ from flexspec.compiler.prices.machine import NodeKind, Peaks
 from flexspec.compiler.prices.memory import Workload, cache_tokens, graph_bytes, rank_bytes
 from flexspec.compiler.prices.plan_models import check_same_vocabulary, open_profile
 from flexspec.compiler.prices.problem import Problem, SsmPlace
-from flexspec.compiler.prices.profile import ModelProfile, step_sizes
+from flexspec.compiler.prices.profile import ModelProfile, profile_model, step_sizes
 from flexspec.compiler.prices.rounds import Cut, Prices, round_cost
 from flexspec.errors import ModelConfigError, PlanError
+from flexspec.graph import Graph
+from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model
+from flexspec.text import parse_graph, print_graph
 from flexspec.types import PAGE_TOKENS, DType
 from repository import ROOT
 
@@ -111,6 +114,22 @@ def test_blocks_that_differ_have_no_price(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(body | changes))
     with pytest.raises(PlanError, match=r"dense layers \(5 \.\.\.\)"):
         open_profile(tmp_path, DType.BF16)
+
+
+def test_weights_may_have_any_names() -> None:
+    """A model is priced by the blocks that its nodes carry, whatever its weights are called."""
+
+    def build(config: ModelConfig, dtype: DType) -> Graph:
+        return parse_graph(print_graph(build_model(config, dtype)).replace("%layers.", "%h."))
+
+    config = CONFIGS["gqa"]
+    usual, renamed = (
+        profile_model("tiny", config, DType.F32, function, degrees=(1, 2)) for function in (build_model, build)
+    )
+    assert not any("layers" in name for name in renamed.ranks[2].graph.types())
+    for degree in (1, 2):
+        assert renamed.ranks[degree].calls == usual.ranks[degree].calls
+        assert renamed.ranks[degree].weight_bytes == usual.ranks[degree].weight_bytes
 
 
 def test_kv_heads_are_replicated_beyond_their_number() -> None:
