@@ -23,10 +23,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.fetch_model import fetch_model  # noqa: E402
-from benchmarks.measure import Answer, answer, answer_all, pooled_tokens_per_round  # noqa: E402
+from benchmarks.measure import answer, answer_all, pooled_tokens_per_round  # noqa: E402
 from examples.demo import compiled  # noqa: E402
 from flexspec.draft_plan import DraftPlan  # noqa: E402
 from flexspec.errors import FlexspecError  # noqa: E402
+from flexspec.runtime.engine.complete import Completion  # noqa: E402
 from flexspec.runtime.open.engine import open_engine  # noqa: E402
 from flexspec.runtime.open.serve_options import ServeOptions  # noqa: E402
 from flexspec.sampling import SamplingParams  # noqa: E402
@@ -93,7 +94,7 @@ def read_prompts(path: Path, count: int) -> list[str]:
     return [texts[i * len(texts) // count] for i in range(count)]
 
 
-def run_off(artifact: Path, prompts: Sequence[str], params: SamplingParams, options: ServeOptions) -> list[Answer]:
+def run_off(artifact: Path, prompts: Sequence[str], params: SamplingParams, options: ServeOptions) -> list[Completion]:
     """Each prompt alone, without speculation."""
     served = open_engine(artifact, replace(options, draft="off", checks=True))
     try:
@@ -107,7 +108,7 @@ def run_off(artifact: Path, prompts: Sequence[str], params: SamplingParams, opti
 
 
 def run_plan(
-    artifact: Path, prompts: Sequence[str], params: SamplingParams, options: ServeOptions, off: Sequence[Answer]
+    artifact: Path, prompts: Sequence[str], params: SamplingParams, options: ServeOptions, off: Sequence[Completion]
 ) -> Outcome:
     """All prompts through one engine with ``options.draft``, held against ``off``."""
     served = open_engine(artifact, options)

@@ -11,33 +11,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from flexspec.runtime.engine.api import Delta, RequestStats
+from flexspec.runtime.engine.complete import Completion
 from flexspec.runtime.engine.round import Clock
-from flexspec.runtime.open.engine import Served, open_engine
+from flexspec.runtime.open.engine import open_engine
 from flexspec.runtime.open.serve_options import ServeOptions
+from flexspec.runtime.open.served import Served
 from flexspec.sampling import SamplingParams
 
 Note = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One request's tokens and counts."""
-
-    token_ids: tuple[int, ...]
-    stats: RequestStats
-
-    @property
-    def tokens_per_s(self) -> float:
-        return (self.stats.completion_tokens - 1) / self.stats.decode_s if self.stats.decode_s > 0 else 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Pair:
     """The same prompt without and with speculation."""
 
-    off: Answer
-    on: Answer
+    off: Completion
+    on: Completion
 
     @property
     def identical(self) -> bool:
@@ -93,45 +82,25 @@ class Comparison:
         return sum(pair.identical for pair in self.pairs) / len(self.pairs)
 
 
-def pooled_rate(answers: Sequence[Answer]) -> float:
+def pooled_rate(answers: Sequence[Completion]) -> float:
     """All tokens over all seconds: a mean of rates would weigh a short answer like a long one."""
     seconds = sum(a.stats.decode_s for a in answers)
     return sum(a.stats.completion_tokens - 1 for a in answers) / seconds if seconds else 0.0
 
 
-def pooled_tokens_per_round(answers: Sequence[Answer]) -> float:
+def pooled_tokens_per_round(answers: Sequence[Completion]) -> float:
     rounds = sum(a.stats.rounds for a in answers)
     return sum(a.stats.completion_tokens - 1 for a in answers) / rounds if rounds else 0.0
 
 
-def answer(served: Served, prompt: str, params: SamplingParams) -> Answer:
-    """Run one prompt alone, through the chat template when the model has one. Raises RuntimeError when it fails."""
+def answer(served: Served, prompt: str, params: SamplingParams) -> Completion:
+    """Run one prompt alone, through the chat template when the model has one."""
     return answer_all(served, [prompt], params)[0]
 
 
-def answer_all(served: Served, prompts: Sequence[str], params: SamplingParams) -> list[Answer]:
+def answer_all(served: Served, prompts: Sequence[str], params: SamplingParams) -> list[Completion]:
     """Run prompts together (continuous batching), in order."""
-    tokens: list[list[int]] = [[] for _ in prompts]
-    final: list[Delta | None] = [None] * len(prompts)
-
-    def receiver(i: int) -> Callable[[Delta], None]:
-        def receive(delta: Delta) -> None:
-            tokens[i].extend(delta.token_ids)
-            final[i] = delta
-
-        return receive
-
-    for i, prompt in enumerate(prompts):
-        text = served.chat.render([{"role": "user", "content": prompt}]) if served.chat else prompt
-        served.engine.submit(served.tokenizer.encode(text, add_special=True), params, receiver(i))
-    while served.engine.step():
-        pass
-    answers = []
-    for ids, last in zip(tokens, final, strict=True):
-        if last is None or last.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"a request did not finish: {last}")
-        answers.append(Answer(tuple(ids), last.stats))
-    return answers
+    return served.generate([served.question(prompt) for prompt in prompts], params)
 
 
 def compare(

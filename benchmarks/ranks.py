@@ -12,16 +12,15 @@ import os
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.draft_plan import DraftLadder
 from flexspec.runtime.distributed.executor import DistributedExecutor
 from flexspec.runtime.distributed.open import open_leader, run_follower
-from flexspec.runtime.engine.api import Delta
-from flexspec.runtime.open.engine import OpenLlm, Served, open_engine
+from flexspec.runtime.open.engine import OpenLlm, open_engine
 from flexspec.runtime.open.serve_options import ServeOptions
+from flexspec.runtime.open.served import Served
 from flexspec.sampling import SamplingParams
 
 PROMPTS = (
@@ -40,25 +39,15 @@ OPTIONS = ServeOptions(threads=1, kv_tokens=8192, checks=False)
 def run(served: Served, tokens: int, together: int) -> tuple[int, float, list[str]]:
     """Tokens, seconds of rounds and texts of the prompts, ``together`` at a time; the first ones also warm up."""
     made, seconds, texts = 0, 0.0, []
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     waves = [PROMPTS[i : i + together] for i in range(0, len(PROMPTS), together)]
     for number, wave in enumerate((waves[0], *waves)):
-        parts: list[list[str]] = [[] for _ in wave]
-        count = [0]
-
-        def hear(at: int, delta: Delta, parts: list[list[str]] = parts, count: list[int] = count) -> None:
-            parts[at].append(delta.text)
-            count[0] += len(delta.token_ids)
-
         began = time.perf_counter()
-        for at, prompt in enumerate(wave):
-            text = served.chat.render([{"role": "user", "content": prompt}]) if served.chat else prompt
-            ids = served.tokenizer.encode(text, add_special=not served.chat)
-            served.engine.submit(ids, SamplingParams(max_tokens=tokens, ignore_eos=True), partial(hear, at))
-        while served.engine.step():
-            pass
+        answers = served.generate([served.question(prompt) for prompt in wave], params)
         if number:
-            made, seconds = made + count[0], seconds + time.perf_counter() - began
-            texts += ["".join(each) for each in parts]
+            seconds += time.perf_counter() - began
+            made += sum(len(answer.token_ids) for answer in answers)
+            texts += [answer.text for answer in answers]
     return made, seconds, texts
 
 

@@ -16,7 +16,8 @@ import tiny_models
 from artifacts import VOCAB
 from commands import serving
 
-from flexspec.builder import GraphBuilder, StepInputs
+from flexspec import LLM, GraphBuilder, SamplingParams
+from flexspec.builder import StepInputs
 from flexspec.cli.main import main
 from flexspec.compiler.frontends.open_model import open_model
 from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
@@ -24,10 +25,6 @@ from flexspec.graph import Graph, Value
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.models.registry import build_model
 from flexspec.ops.rope import RopeConfig
-from flexspec.runtime.engine.api import Delta
-from flexspec.runtime.open.engine import open_engine
-from flexspec.runtime.open.serve_options import ServeOptions
-from flexspec.sampling import SamplingParams
 from flexspec.types import DType
 
 # Legend: T rows of a step, E hidden, F ffn, V vocab, H heads, G kv heads, D head dim.
@@ -93,18 +90,10 @@ def artifact(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 
 def generate(artifact: Path, draft: str) -> tuple[list[list[int]], list[str], int]:
     """Token ids and text of each prompt, and how many drafted tokens the LLM accepted."""
-    served = open_engine(artifact, ServeOptions(draft=draft, threads=1, kv_tokens=2048, measure=False))
-    answers: list[list[Delta]] = []
-    for prompt in PROMPTS:
-        answers.append([])
-        ids = served.tokenizer.encode(prompt, add_special=True)
-        served.engine.submit(ids, SamplingParams(max_tokens=32), answers[-1].append)
-    while served.engine.step():  # a round: draft token trees, verify them in one pass of the LLM, accept, commit
-        pass
-    served.close()
-    tokens = [[token for delta in answer for token in delta.token_ids] for answer in answers]
-    texts = ["".join(delta.text for delta in answer) for answer in answers]
-    return tokens, texts, sum(answer[-1].stats.accepted for answer in answers)
+    with LLM(artifact, draft=draft, threads=1, kv_tokens=2048, measure=False) as llm:
+        # In rounds: draft token trees, verify them in one pass of the LLM, accept, commit.
+        done = llm.generate(PROMPTS, SamplingParams(max_tokens=32))
+    return [list(one.token_ids) for one in done], [one.text for one in done], sum(one.stats.accepted for one in done)
 
 
 def test_a_graph_built_by_hand_is_the_models_own(models: tuple[Path, Path]) -> None:

@@ -96,7 +96,8 @@ def open_artifact(path: Path, *, check_digests: bool = True) -> Artifact:
         raise ArtifactError(
             f"{path} is a model, not an artifact",
             "an artifact made by flexspec compile",
-            f"compile it first: flexspec compile {shlex.quote(str(path))} -o {shlex.quote(made)}, then give {made}",
+            f"compile it first: flexspec compile {shlex.quote(str(path))} -o {shlex.quote(made)} "
+            f"(in Python: flexspec.compile({str(path)!r}, out={made!r})), then give {made}",
         )
     if not path.is_file():
         return _open_folder(path, path, check_digests)

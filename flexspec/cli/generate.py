@@ -36,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from flexspec.cli.running import serve_options
-    from flexspec.errors import EngineError
-    from flexspec.runtime.engine.api import Delta
+    from flexspec.runtime.engine.api import RequestStats
     from flexspec.runtime.open.engine import open_engine
     from flexspec.sampling import SamplingParams
 
@@ -51,31 +50,17 @@ def run(args: argparse.Namespace) -> int:
         stop=tuple(args.stop),
     )
     served = open_engine(args.artifact, serve_options(args))
-    last: list[Delta] = []
-
-    def show(delta: Delta) -> None:
-        print(delta.text, end="", flush=True)
-        last[:] = [delta]
-
+    stats, reason = RequestStats(), None
     try:
-        text = args.prompt
-        if served.chat is not None and not args.raw:
-            text = served.chat.render([{"role": "user", "content": args.prompt}])
-        served.engine.submit(served.tokenizer.encode(text, add_special=True), params, show)
-        while served.engine.step():
-            pass
+        for delta in served.stream(args.prompt if args.raw else served.question(args.prompt), params):
+            print(delta.text, end="", flush=True)
+            stats, reason = delta.stats, delta.finish_reason
     finally:
         served.close()
     print()
-    final = last[0]
-    if final.error:
-        raise EngineError(final.error, "a finished answer", "see the message")
-    stats = final.stats
-    rate = stats.completion_tokens / stats.decode_s if stats.decode_s else 0.0
-    per_round = (stats.completion_tokens - 1) / stats.rounds if stats.rounds else 0.0
     print(
-        f"[{stats.completion_tokens} tokens, {rate:.1f} tokens/s, {per_round:.2f} tokens a round, "
-        f"draft {served.draft}, finished: {final.finish_reason}]",
+        f"[{stats.completion_tokens} tokens, {stats.tokens_per_s:.1f} tokens/s, "
+        f"{stats.tokens_per_round:.2f} tokens a round, draft {served.draft}, finished: {reason}]",
         file=sys.stderr,
     )
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,24 +46,19 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-checks", action="store_true", help="skip digests and the self-test at start")
 
 
+_FLAGS = {
+    "threads": "--threads",
+    "kv_tokens": "--kv-tokens",
+    "max_requests": "--max-requests",
+    "context_tokens": "--context",
+}
+
+
 def serve_options(args: argparse.Namespace) -> ServeOptions:
     """The options, and the environment that the device needs. Raises CapacityError for numbers that cannot work."""
-    from flexspec.errors import CapacityError
-    from flexspec.runtime.open.serve_options import ServeOptions
+    from flexspec.runtime.open.serve_options import ServeOptions, prepare
 
-    for name, low, high in (
-        ("threads", 0, 512),
-        ("kv_tokens", 64, 1 << 30),
-        ("max_requests", 1, 4096),
-        ("context", 0, 1 << 30),
-    ):
-        value = getattr(args, name)
-        if not low <= value <= high:
-            option = "--" + name.replace("_", "-")
-            raise CapacityError(f"{option} {value}", f"{low} to {high}", f"choose {option} in that range")
-    if args.device == "interpret":
-        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported, which is later
-    return ServeOptions(
+    options = ServeOptions(
         draft=args.draft,
         device=args.device,
         threads=args.threads,
@@ -73,3 +67,4 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
         context_tokens=args.context,
         checks=not args.no_checks,
     )
+    return prepare(options, _FLAGS)

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from socket import socket
 
     from flexspec.runtime.engine.thread import EngineThread
-    from flexspec.runtime.open.engine import OpenLlm, Served
+    from flexspec.runtime.open.engine import OpenLlm
     from flexspec.runtime.open.serve_options import ServeOptions
+    from flexspec.runtime.open.served import Served
 
 EPILOG = """\
 example:

@@ -21,6 +21,16 @@ class RequestStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens committed a round, without the first token, which the prefill gives; 0 without a round."""
+        return (self.completion_tokens - 1) / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Rate of decoding: tokens after the first over the time after it."""
+        return (self.completion_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:

@@ -1,8 +1,8 @@
 """The round: draft, verify every tree in one LLM pass, accept, commit, gather KV. Prompt chunks share the same pass.
 
 Owns the order of a round; who may enter is runtime/scheduler's, who travels together runtime/micro_batches', what a
-request sends runtime/round's, which path is taken runtime/accept's, and appending to a sequence runtime/commit's. One
-thread calls :meth:`Engine.step`; ``submit`` and ``cancel`` may come from any thread.
+request sends runtime/round's, which path is taken runtime/accept's, and appending to a sequence runtime/commit's. All
+methods may be called by any thread; steps run one at a time.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Engine:
         self._observer = observer
         self.wanted = threading.Event()  # set by submit and cancel: whoever steps the engine may sleep on it
         self._lock = threading.Lock()
+        self._stepping = threading.RLock()
         self._last_step = time.monotonic()
         self._failure: str | None = None
         self._ended: str | None = None  # why nothing is taken any more
@@ -85,10 +86,15 @@ class Engine:
         self.wanted.set()
         return request_id
 
+    def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Raise what ``submit`` raises for a prompt that can never run: RequestError, CapacityError."""
+        self._scheduler.check(prompt_ids, params, self.executor.vocab_size)
+
     def cancel(self, request_id: int) -> None:
-        with self._lock:
-            self._scheduler.cancel(request_id)
-        self.wanted.set()
+        """Takes no lock: a finalizer may call it, inside whatever the thread is at."""
+        self._scheduler.cancel(request_id)
+        if not self.wanted.is_set():
+            self.wanted.set()
 
     def last_step_age_s(self) -> float:
         return 0.0 if self._scheduler.idle else time.monotonic() - self._last_step
@@ -100,13 +106,17 @@ class Engine:
     def free_pages(self) -> int:
         return self._scheduler.free_pages
 
-    # -- the engine's thread ---------------------------------------------------------------------------------------
+    # -- one thread at a time --------------------------------------------------------------------------------------
 
     def step(self) -> bool:
         """Begin the rounds that can begin and end the oldest in flight; False when there was nothing to do.
 
         Requests get an error, not silence, when it fails.
         """
+        with self._stepping:
+            return self._step()
+
+    def _step(self) -> bool:
         began = time.perf_counter()
         with self._lock:
             gone = self._scheduler.take_cancelled()
@@ -138,14 +148,14 @@ class Engine:
         self._end_all("it was stopped", "cancelled")
 
     def _end_all(self, why: str, reason: str, found: str = "") -> None:
-        self._drafting.clear()
-        self._verifying.clear()
-        self._batches.clear()
-        with self._lock:
-            self._ended = self._ended or found or why
-            everything = self._scheduler.take_all()
-        for running in everything:
-            self._finish(running, reason, why if reason == "error" else None)
+        with self._stepping:
+            for flow in (self._drafting, self._verifying, self._batches):
+                flow.clear()
+            with self._lock:
+                self._ended = self._ended or found or why
+                everything = self._scheduler.take_all()
+            for running in everything:
+                self._finish(running, reason, why if reason == "error" else None)
 
     def _run(self) -> None:
         for batch in self._batches.idle():

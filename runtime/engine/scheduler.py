@@ -66,7 +66,7 @@ class Running:
 
 
 class Scheduler:
-    """First come, first served. Not thread-safe: the engine holds its lock around every call."""
+    """First come, first served. Not thread-safe: the engine holds its lock around calls that do not say otherwise."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Scheduler:
         self._pages = pages
         self._new_detokenizer = new_detokenizer
         self._eos_ids = tuple(eos_ids)
-        self._cancelled: set[int] = set()
+        self._cancelled: deque[int] = deque()
         self._next_id = 0
 
     @property
@@ -100,7 +100,7 @@ class Scheduler:
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, on_delta: OnDelta, vocab_size: int) -> int:
         """Queue a request; returns its id. Raises RequestError, CapacityError or QueueFullError."""
-        self._check(prompt_ids, params, vocab_size)
+        self.check(prompt_ids, params, vocab_size)
         if len(self.waiting) >= self.limits.max_waiting:
             raise QueueFullError(
                 f"{len(self.waiting)} requests are waiting", f"fewer than {self.limits.max_waiting}", "try again later"
@@ -112,7 +112,8 @@ class Scheduler:
         self.waiting.append(Running(sequence, on_delta, time.monotonic()))
         return request_id
 
-    def _check(self, prompt_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
+        """Raise RequestError or CapacityError for a request that can never run; needs no lock."""
         if not prompt_ids:
             raise RequestError("an empty prompt", "at least one token", "send some text", param="prompt")
         wrong = [token for token in prompt_ids if not 0 <= token < vocab_size]
@@ -138,15 +139,16 @@ class Scheduler:
             )
 
     def cancel(self, request_id: int) -> None:
-        self._cancelled.add(request_id)
+        """Needs no lock: one append to a deque."""
+        self._cancelled.append(request_id)
 
     def take_cancelled(self) -> list[Running]:
         """Requests that were cancelled since the last call; they leave the queue here, the running list on release."""
-        if not self._cancelled:
+        ids = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
+        if not ids:
             return []
-        gone = [r for r in (*self.waiting, *self.running) if r.sequence.request_id in self._cancelled]
-        self.waiting = deque(r for r in self.waiting if r.sequence.request_id not in self._cancelled)
-        self._cancelled.clear()
+        gone = [r for r in (*self.waiting, *self.running) if r.sequence.request_id in ids]
+        self.waiting = deque(r for r in self.waiting if r.sequence.request_id not in ids)
         return gone
 
     def admit(self) -> list[Running]:

@@ -16,9 +16,9 @@ from typing import Any
 from flexspec.checked_table import Table
 from flexspec.compiler.prices.acceptance_profile import FORMAT, read_acceptance, wrong
 from flexspec.draft_plan import SSMS, DraftPlan, worst_case
-from flexspec.errors import EngineError, ProfileError
-from flexspec.runtime.engine.api import Delta, RequestStats
-from flexspec.runtime.open.engine import Served, open_engine
+from flexspec.errors import ProfileError
+from flexspec.runtime.engine.api import RequestStats
+from flexspec.runtime.open.engine import open_engine
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.sampling import SamplingParams
 
@@ -88,7 +88,7 @@ def measure_acceptance(
         name = served.name
         try:
             for prompt in prompts:
-                _answer(served, prompt, max_tokens)
+                served.generate([served.question(prompt)], SamplingParams(max_tokens=max_tokens))
                 note(done := done + 1, len(prompts) * len(plans))
         finally:
             served.close()
@@ -152,15 +152,3 @@ def _entry(text: str, draft: DraftPlan, counter: RoundCounter) -> dict[str, Any]
         "most_nodes": worst_case(draft).max_nodes,
         "rounds": counter.rounds,
     }
-
-
-def _answer(served: Served, prompt: str, max_tokens: int) -> None:
-    """Answer one prompt to its end, through the chat template when there is one. Raises EngineError if it fails."""
-    text = served.chat.render([{"role": "user", "content": prompt}]) if served.chat else prompt
-    last: list[Delta] = []
-    ids = served.tokenizer.encode(text, add_special=True)
-    served.engine.submit(ids, SamplingParams(max_tokens=max_tokens), last.append)
-    while served.engine.step():
-        pass
-    if not last or last[-1].finish_reason not in ("stop", "length"):
-        raise EngineError(f"a request that ended with {last[-1:]}", "an answer", "run it again")

@@ -24,8 +24,9 @@ from flexspec.runtime.engine.engine import Engine
 from flexspec.runtime.executors.cpu import CpuExecutor
 from flexspec.runtime.executors.step import Executor
 from flexspec.runtime.executors.step_times import StepTimes
-from flexspec.runtime.open.engine import Served, open_artifact_engine
+from flexspec.runtime.open.engine import open_artifact_engine
 from flexspec.runtime.open.serve_options import ServeOptions
+from flexspec.runtime.open.served import Served
 from flexspec.sampling import SamplingParams
 
 _SEED = 7

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.opened import OpenedArtifact
-from flexspec.compiler.artifact.plan import Plan
 from flexspec.draft_plan import DraftLadder
 from flexspec.errors import ArtifactError
 from flexspec.runtime.drafters.base import DraftsElsewhere
@@ -26,30 +25,11 @@ from flexspec.runtime.open.capacity import check_room, context_tokens, ranks_her
 from flexspec.runtime.open.drafters import cheap_drafters, choose_ladder, ssm_drafter
 from flexspec.runtime.open.models import open_backend
 from flexspec.runtime.open.serve_options import ServeOptions
+from flexspec.runtime.open.served import Served
 from flexspec.runtime.open.step_costs import measure_steps
 from flexspec.runtime.text.chat import ChatRenderer
 from flexspec.runtime.text.tokenizer import Detokenizer, Tokenizer
 from flexspec.types import PAGE_TOKENS
-
-
-@dataclass(slots=True)
-class Served:
-    """An engine with what its callers need beside it. ``isa``: instruction set or GPU architecture of its kernels."""
-
-    name: str
-    engine: Engine
-    tokenizer: Tokenizer
-    chat: ChatRenderer | None
-    plan: Plan
-    draft: DraftLadder
-    isa: str
-    context_tokens: int
-    executors: list[Executor]
-
-    def close(self) -> None:
-        for executor in self.executors:
-            executor.close()
-
 
 OpenLlm = Callable[[OpenedArtifact, DraftLadder, ServeOptions], Executor]
 

@@ -1,28 +1,36 @@
-"""How an artifact is run: what ``serve`` and ``generate`` let a user choose."""
+"""How an artifact is run: what ``serve``, ``generate`` and the Python face let a user choose."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flexspec.errors import CapacityError, RequestError
 from flexspec.kv_slots import STEP_ROWS, pages_of
 
 DEFAULT_DRAFT = "auto"
+DEVICES = ("cpu", "cuda", "interpret")  # cuda also AMD GPUs, by torch's name; interpret: GPU kernels in the interpreter
+_RANGES = {
+    "threads": (0, 512),
+    "kv_tokens": (64, 1 << 30),
+    "max_requests": (1, 4096),
+    "max_rows": (1, 4096),
+    "context_tokens": (0, 1 << 30),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How an artifact is run. ``draft`` "auto" takes the artifact's plan; ``threads`` 0 is one a core, at most 8.
+    """How an artifact is run."""
 
-    ``device``: cpu, cuda (also AMD GPUs, by torch's name), or interpret (GPU kernels in Triton's interpreter).
-    """
-
-    draft: str = DEFAULT_DRAFT
-    device: str = "cpu"
-    threads: int = 0
-    kv_tokens: int = 16_384
-    max_requests: int = 16
-    max_rows: int = STEP_ROWS
-    context_tokens: int = 0  # 0 = as long as the model and the pool allow
+    draft: str = DEFAULT_DRAFT  # a draft plan; "auto": the artifact's
+    device: str = "cpu"  # one of DEVICES
+    threads: int = 0  # CPU threads; 0 = one a core, at most 8
+    kv_tokens: int = 16_384  # that the KV pool of each model holds
+    max_requests: int = 16  # that run at once
+    max_rows: int = STEP_ROWS  # of one step
+    context_tokens: int = 0  # of a prompt and its output; 0 = as long as the model and the pool allow
     measure: bool = True  # time a few steps at start, so that the tree budget knows its costs
     checks: bool = True  # all digests and the self-test
 
@@ -30,3 +38,22 @@ class ServeOptions:
     def pages(self) -> int:
         """KV pages of each model's pool."""
         return pages_of(self.kv_tokens)
+
+
+def prepare(options: ServeOptions, flags: Mapping[str, str] | None = None) -> ServeOptions:
+    """``options`` themselves once they are checked, and the environment that their device needs.
+
+    ``flags``: how a command spells the options that it has, for messages. Raises CapacityError for numbers that cannot
+    work, RequestError for an unknown device.
+    """
+    for name, (low, high) in _RANGES.items():
+        value = getattr(options, name)
+        if not low <= value <= high:
+            flag = (flags or {}).get(name)
+            found = f"{flag} {value}" if flag else f"{name}={value}"
+            raise CapacityError(found, f"{low} to {high}", f"choose {flag or name} in that range")
+    if options.device not in DEVICES:
+        raise RequestError(f"device={options.device!r}", f"one of {', '.join(DEVICES)}", "choose one of them")
+    if options.device == "interpret":
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported, which is later
+    return options

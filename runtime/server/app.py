@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-import flexspec
+from flexspec import __version__
 from flexspec.errors import FlexspecError, RequestError
 from flexspec.runtime.engine.api import EngineClient
 from flexspec.runtime.server.answer import Answer
@@ -55,7 +55,7 @@ def create_app(
 
     ``app.state.drain`` and ``app.state.engine`` are for ``serve``.
     """
-    app = FastAPI(title="flexspec", version=flexspec.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="flexspec", version=__version__, docs_url=None, redoc_url=None)
     app.state.drain, app.state.engine = Drain(), engine
     desk = _Desk(engine, model_name, limits, app.state.drain)
     as_chat: Reader = partial(read_chat, tokenizer=tokenizer, chat=chat, limits=limits)

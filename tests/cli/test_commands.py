@@ -56,7 +56,7 @@ def test_errors_are_one_line_and_exit_code_two(
         (("generate", artifact, "-p", "x", "--context", "10"), "FS502", "or raise --context"),
         (("generate", artifact, "-p", "x", "--context", "9000"), "FS502", "2 to 256, the model's own"),
         (("generate", llm, "-p", "x"), "FS401", "tiny.gguf is a model, not an artifact"),
-        (("serve", ssm, "--port", "0"), "FS401", "ssm -o ssm.fspec, then give ssm.fspec"),
+        (("serve", ssm, "--port", "0"), "FS401", "out='ssm.fspec')), then give ssm.fspec"),
         (("generate", artifact, "-p", "x", "--kv-tokens", "1"), "FS502", "--kv-tokens"),
         (("compile", llm, "-o", out, "--isa", "mmx"), "FS301", "--isa mmx"),
         (("compile", tmp_path / "no.gguf", "-o", out), "FS203", "no.gguf"),

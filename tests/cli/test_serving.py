@@ -49,13 +49,9 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 def reference(artifact: Path) -> str:
     """Text of ASK by plain decoding in this process."""
     served = open_engine(artifact, ServeOptions(draft="off", threads=1))
-    parts: list[str] = []
-    prompt = served.tokenizer.encode(ASK["prompt"], add_special=True)  # type: ignore[arg-type]
-    served.engine.submit(prompt, SamplingParams(max_tokens=60), lambda delta: parts.append(delta.text))
-    while served.engine.step():
-        pass
+    (completion,) = served.generate([str(ASK["prompt"])], SamplingParams(max_tokens=60))
     served.close()
-    return "".join(parts)
+    return completion.text
 
 
 def free_pages(server: Server) -> tuple[float, float]:

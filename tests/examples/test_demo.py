@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measure import Answer, Comparison, Pair
+from benchmarks.measure import Comparison, Pair
 from examples.demo import Server, curl, report
 from flexspec.runtime.engine.api import RequestStats
+from flexspec.runtime.engine.complete import Completion
 from flexspec.runtime.engine.engine import Clock
 
 SLOW_START = """
@@ -56,7 +57,7 @@ def test_a_server_that_dies_is_quoted(end: str, how: str) -> None:
 def pair(tokens: int, off_s: float, on_s: float, rounds: int) -> Pair:
     off = RequestStats(completion_tokens=tokens, rounds=tokens - 1, decode_s=off_s)
     on = RequestStats(completion_tokens=tokens, rounds=rounds, drafted=4 * rounds, decode_s=on_s)
-    return Pair(Answer((1,), off), Answer((1,), on))
+    return Pair(Completion(None, (), (1,), "", "length", off), Completion(None, (), (1,), "", "length", on))
 
 
 def test_figures_can_be_recomputed_from_the_rows(capsys: pytest.CaptureFixture[str]) -> None:

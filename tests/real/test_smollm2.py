@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from real_model import MODEL, NEEDS_MODEL
 from step_models import chain_rows, random_tree, tree_rows
 
-from benchmarks.measure import Answer, answer, answer_all
+from benchmarks.measure import answer, answer_all
 from flexspec.compiler.frontends.open_model import check_weights, open_model
 from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.draft_plan import DraftLadder, DraftPlan
@@ -29,12 +29,14 @@ from flexspec.runtime.drafters.base import Drafter, DraftRequest
 from flexspec.runtime.drafters.budget import StepCost
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
+from flexspec.runtime.engine.complete import Completion
 from flexspec.runtime.engine.engine import Engine
 from flexspec.runtime.engine.scheduler import Limits
 from flexspec.runtime.executors.cpu import CpuExecutor
 from flexspec.runtime.executors.pages import RowGroup, pack_rows
-from flexspec.runtime.open.engine import Served, open_engine
+from flexspec.runtime.open.engine import open_engine
 from flexspec.runtime.open.serve_options import ServeOptions
+from flexspec.runtime.open.served import Served
 from flexspec.runtime.text.tokenizer import Detokenizer, Tokenizer
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree
@@ -226,7 +228,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def off(served: Served) -> list[Answer]:
+def off(served: Served) -> list[Completion]:
     """Each prompt alone, without speculation."""
     return [answer(served, prompt, SamplingParams(max_tokens=ANSWER_TOKENS)) for prompt in PROMPTS]
 
@@ -243,7 +245,7 @@ def with_drafts(served: Served, plan: DraftPlan, drafters: Sequence[Drafter]) ->
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 @pytest.mark.parametrize("draft", ["chain:4/sources=suffix", "budget:16/sources=suffix", "tree:2,2,1,2/sources=ssm"])
-def test_speculation_changes_nothing(served: Served, off: list[Answer], draft: str, together: bool) -> None:
+def test_speculation_changes_nothing(served: Served, off: list[Completion], draft: str, together: bool) -> None:
     plan = DraftPlan.parse(draft)
     prompts = {prompt_ids(served, p): o.token_ids for p, o in zip(PROMPTS, off, strict=True)}
     drafter: Drafter = Knowing(plan.vector, prompts) if plan.method == "tree" else SuffixDrafter()

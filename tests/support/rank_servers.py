@@ -50,14 +50,7 @@ def artifacts_for_ranks(plans: Mapping[str, Plan], draft: str) -> Path:
 def texts_of_one_rank(artifact: Path, asked: Sequence[tuple[str, SamplingParams]]) -> list[str]:
     """What one rank answers without speculation."""
     served = open_engine(artifact, ServeOptions(draft="off", threads=1, kv_tokens=2048, measure=False))
-    texts = []
-    for prompt, params in asked:
-        parts: list[str] = []
-        ids = served.tokenizer.encode(prompt, add_special=True)
-        served.engine.submit(ids, params, lambda delta, parts=parts: parts.append(delta.text))  # type: ignore[misc]
-        while served.engine.step():
-            pass
-        texts.append("".join(parts))
+    texts = [served.generate([prompt], params)[0].text for prompt, params in asked]
     served.close()
     return texts
 

@@ -8,12 +8,16 @@ import subprocess
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import flexspec
+
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("compiler", "kernels", "runtime")  # top-level folders whose import name is flexspec.NAME
 SOURCE_FOLDERS = ("flexspec", *LINKED)
 
+# The package file names the Python face and imports it when it is asked for; what is below may not go through it.
+FACE = {"flexspec", *(f"flexspec.{name}" for name in flexspec.__all__ if name != "__version__")}
 # Lower may not import higher.
-LAYERS = {"core": 0, "compiler": 1, "kernels": 2, "runtime": 3, "cli": 4}
+LAYERS = {"core": 0, "compiler": 1, "kernels": 2, "runtime": 3, "api": 4, "cli": 5}
 
 
 @functools.cache
@@ -40,6 +44,8 @@ def layer_of(module: str) -> str:
     parts = module.split(".")
     if module == "flexspec.__main__":
         return "cli"
+    if module in FACE:
+        return "api"
     return parts[1] if len(parts) > 1 and parts[1] in LAYERS else "core"
 
 

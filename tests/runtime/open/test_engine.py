@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from artifacts import PLAN, VOCAB, changed_copy, changed_json, compile_tiny, tiny_artifact, write_models
-from engine_runs import Answer
 
 from flexspec.compiler.artifact.ngram_table import build_table, save_table
 from flexspec.errors import ArtifactError, CapacityError, CompileError, RequestError
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.package.compile_model import CompileOptions, compile_model
-from flexspec.runtime.open.engine import Served, open_engine
+from flexspec.runtime.engine.complete import Completion
+from flexspec.runtime.open.engine import open_engine
 from flexspec.runtime.open.serve_options import ServeOptions
+from flexspec.runtime.open.served import Served
 from flexspec.sampling import SamplingParams
 from flexspec.types import DType
 
@@ -40,13 +41,10 @@ def opened(path: Path, **options: Any) -> Iterator[Served]:
     served.close()
 
 
-def answer(served: Served, text: str, params: SamplingParams) -> Answer:
-    told = Answer()
-    served.engine.submit(served.tokenizer.encode(text, add_special=True), params, told.deltas.append)
-    while served.engine.step():
-        pass
+def answer(served: Served, text: str, params: SamplingParams) -> Completion:
+    (completion,) = served.generate([text], params)
     assert served.engine.free_pages == served.executors[0].pages
-    return told
+    return completion
 
 
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.F32])
@@ -104,12 +102,8 @@ def test_a_context_that_cannot_be_is_refused(artifact: Path) -> None:
 
 def test_more_requests_than_rows_still_run(artifact: Path) -> None:
     with opened(artifact, draft="off", max_rows=8, max_requests=40, kv_tokens=4096) as served:
-        told = [Answer() for _ in range(40)]
-        for i, one in enumerate(told):
-            served.engine.submit([i + 3], SamplingParams(max_tokens=5, ignore_eos=True), one.deltas.append)
-        while served.engine.step():
-            pass
-        assert [one.last.finish_reason for one in told] == ["length"] * 40
+        done = served.generate([[i + 3] for i in range(40)], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert [one.finish_reason for one in done] == ["length"] * 40
 
 
 @pytest.mark.parametrize(
@@ -205,7 +199,7 @@ def test_self_test_finds_other_weights(artifact: Path, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="computes other values"):
         open_engine(path, SMALL)
     with opened(path, checks=False) as served:
-        assert answer(served, "hello", SamplingParams(max_tokens=3)).last.finish_reason is not None
+        assert answer(served, "hello", SamplingParams(max_tokens=3)).token_ids
 
 
 @pytest.mark.parametrize(
@@ -245,7 +239,7 @@ def test_running_needs_no_compiler(artifact: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", os.devnull)
     monkeypatch.delenv("CXX", raising=False)
     with opened(artifact) as served:
-        assert answer(served, "hello", SamplingParams(max_tokens=4)).tokens
+        assert answer(served, "hello", SamplingParams(max_tokens=4)).token_ids
 
 
 def test_a_table_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
