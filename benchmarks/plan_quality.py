@@ -62,7 +62,7 @@ def row(problem: Problem) -> str:
 
 
 def plan_words(problem: Problem, plan: Candidate) -> str:
-    return f"{describe(problem, plan)}; {plan.entry.draft.split('/')[0]}"
+    return f"{describe(problem, plan)}; {str(plan.entry.draft).split('/')[0]}"
 
 
 def main() -> None:

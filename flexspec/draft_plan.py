@@ -18,6 +18,7 @@ SOURCES = ("suffix", "ngram", *SSMS)
 SAMPLED = ("deterministic", "mixed")
 MAX_NODES = 255  # four ancestor words with the root
 MAX_DEPTH = 64
+OPEN_BATCH = 1 << 30  # a ladder's last batch where no larger one is planned for
 ROOT_CHILDREN = 8  # children of the root in a dynamic tree; beyond it hit rates hardly rise
 NODE_CHILDREN = 4  # of any other node: its own chance is to be multiplied in
 
@@ -158,7 +159,7 @@ class DraftPlan:
         return cls(**values)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        """The text that parses back to this plan."""
+        """The text that parses back to this plan; that of a static tree always names its SSMs."""
         if self.method == "off":
             return "off"
         size = {"chain": self.max_depth, "budget": self.max_nodes}.get(self.method) or ",".join(map(str, self.vector))
@@ -166,15 +167,14 @@ class DraftPlan:
         default = DraftPlan.parse(head)
         for name, (field_name, _) in _OPTIONS.items():
             value = getattr(self, field_name)
-            if value != getattr(default, field_name):
+            if value != getattr(default, field_name) or (name == "sources" and self.method == "tree"):
                 head += f"/{name}={'+'.join(value) if isinstance(value, tuple) else value}"
         return head
 
 
-def default_draft(ssms: int) -> str:
+def default_draft(ssms: int) -> DraftPlan:
     """The draft plan that compile stores when none is given: every source in one budgeted tree."""
-    names = ["suffix", "ngram", *("ssm" if i == 0 else f"ssm{i + 1}" for i in range(ssms))]
-    return f"budget:24/depth=8/sources={'+'.join(names)}"
+    return DraftPlan("budget", max_nodes=24, max_depth=8, sources=("suffix", "ngram", *SSMS[:ssms]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +203,15 @@ class DraftLadder:
     @classmethod
     def of(cls, plan: DraftPlan) -> DraftLadder:
         """One plan for all batches."""
-        return cls(((1, plan),))
+        return cls(((OPEN_BATCH, plan),))
+
+    def rung_of(self, requests: int) -> int:
+        """The number of the rung for a batch of this many requests."""
+        fitting = (i for i, (largest, _) in enumerate(self.rungs) if requests <= largest)
+        return next(fitting, len(self.rungs) - 1)
 
     def for_batch(self, requests: int) -> DraftPlan:
-        return next((plan for largest, plan in self.rungs if requests <= largest), self.rungs[-1][1])
+        return self.rungs[self.rung_of(requests)][1]
 
     @property
     def plans(self) -> tuple[DraftPlan, ...]:

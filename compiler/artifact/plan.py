@@ -11,9 +11,9 @@ from typing import Any
 
 from flexspec.checked_table import Fail, Table, show
 from flexspec.compiler.artifact import layout
-from flexspec.errors import ArtifactError
+from flexspec.draft_plan import OPEN_BATCH, DraftLadder, DraftPlan
+from flexspec.errors import ArtifactError, RequestError
 
-OPEN_BATCH = 1 << 30  # a ladder's last batch where no larger one is planned for
 MAX_BLOCKS = 65_536
 MAX_RANKS = 4096
 MOST_MICRO_BATCHES = 16
@@ -34,7 +34,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``ssm_ranks[i]`` run SSM i. ``ladder``: (largest batch, draft plan) in ascending order; the last one is open.
+    """``ssm_ranks[i]`` run SSM i. ``ladder``: the draft plan of every batch size.
 
     ``devices[r]``: the machine's device of rank r (empty: rank r is device r). ``micro_batches``: how many are in
     flight, a rung of the ladder (empty: one). ``predicted`` are figures of the cost model.
@@ -42,7 +42,7 @@ class Plan:
 
     stages: tuple[Stage, ...]
     ssm_ranks: tuple[tuple[int, ...], ...]
-    ladder: tuple[tuple[int, str], ...]
+    ladder: DraftLadder
     origin: str  # "default", "search", "hand"
     devices: tuple[int, ...] = ()
     micro_batches: tuple[int, ...] = ()
@@ -51,22 +51,16 @@ class Plan:
     predicted: tuple[tuple[str, float], ...] = ()
     certificate: tuple[tuple[str, Any], ...] = ()
 
-    def draft_for(self, batch: int) -> str:
-        """The draft plan of a batch of this many requests."""
-        return self.ladder[self._rung(batch)][1]
-
     def micro_batches_for(self, batch: int) -> int:
         """Micro-batches in flight for this many requests; a plan with one number has it for all."""
         if not self.micro_batches:
             return 1
-        return self.micro_batches[min(self._rung(batch), len(self.micro_batches) - 1)]
-
-    def _rung(self, batch: int) -> int:
-        rungs = (i for i, (largest, _) in enumerate(self.ladder) if batch <= largest)
-        return next(rungs, len(self.ladder) - 1)
+        return self.micro_batches[min(self.ladder.rung_of(batch), len(self.micro_batches) - 1)]
 
     def to_json(self) -> dict[str, Any]:
-        body = asdict(self)
+        body = {field.name: getattr(self, field.name) for field in fields(self)}
+        body["stages"] = [asdict(stage) for stage in self.stages]
+        body["ladder"] = [[batch, str(draft)] for batch, draft in self.ladder.rungs]
         for name in ("predicted", "certificate"):
             body[name] = dict(body[name])
         return {name: value for name, value in body.items() if name in _REQUIRED or value}
@@ -75,9 +69,9 @@ class Plan:
 _REQUIRED = ("stages", "ssm_ranks", "ladder", "origin")
 
 
-def single_rank(blocks: int, ssms: int, draft: str) -> Plan:
+def single_rank(blocks: int, ssms: int, draft: DraftPlan) -> Plan:
     """Everything on rank 0."""
-    return Plan((Stage(0, blocks, (0,)),), ((0,),) * ssms, ((OPEN_BATCH, draft),), "default")
+    return Plan((Stage(0, blocks, (0,)),), ((0,),) * ssms, DraftLadder.of(draft), "default")
 
 
 def damaged(found: str, expected: str) -> ArtifactError:
@@ -99,7 +93,7 @@ def plan_from_json(body: object, source: str = layout.PLAN, fail: Fail = damaged
         raise table.error("stages", f"ranks {sorted(used)}", f"{len(used)} ranks, from 0 to {len(used) - 1}")
     if devices and (len(devices) != len(used) or len(set(devices)) < len(devices)):
         raise table.error("devices", show(list(devices)), f"a device of its own for each of {len(used)} ranks")
-    ladder = _ladder(table)
+    ladder = _ladder(table, source, fail)
     plan = Plan(
         stages,
         ssm_ranks,
@@ -148,7 +142,7 @@ def _ssm_ranks(table: Table) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ranks) for ranks in rows)
 
 
-def _ladder(table: Table) -> tuple[tuple[int, str], ...]:
+def _ladder(table: Table, source: str, fail: Fail) -> DraftLadder:
     expected = "pairs [largest batch, draft plan], batches rising"
     rows = table.rows("ladder", expected)
     before = 0
@@ -159,15 +153,24 @@ def _ladder(table: Table) -> tuple[tuple[int, str], ...]:
         before = row[0]
     if not rows:
         raise table.error("ladder", "[]", f"one or more {expected}")
-    return tuple((batch, draft) for batch, draft in rows)
+    return DraftLadder(tuple((batch, _draft(text, batch, source, fail)) for batch, text in rows))
 
 
-def _micro_batches(table: Table, ladder: tuple[tuple[int, str], ...]) -> tuple[int, ...]:
+def _draft(text: str, batch: int, source: str, fail: Fail) -> DraftPlan:
+    try:
+        return DraftPlan.parse(text)
+    except RequestError as error:
+        where = "any batch" if batch == OPEN_BATCH else f"batches to {batch}"
+        raise fail(f"{source}: draft plan {text!r} for {where}: {error.found}", error.expected) from None
+
+
+def _micro_batches(table: Table, ladder: DraftLadder) -> tuple[int, ...]:
     if not table.has("micro_batches"):
         return ()
     counts = table.counts("micro_batches", MOST_MICRO_BATCHES, 1)
-    if len(counts) != len(ladder) or any(n > batch for n, (batch, _) in zip(counts, ladder, strict=True)):
-        expected = f"for each of the ladder's {len(ladder)} batches a number that is not larger than the batch"
+    rungs = ladder.rungs
+    if len(counts) != len(rungs) or any(n > batch for n, (batch, _) in zip(counts, rungs, strict=True)):
+        expected = f"for each of the ladder's {len(rungs)} batches a number that is not larger than the batch"
         raise table.error("micro_batches", show(list(counts)), expected)
     return counts
 

@@ -49,7 +49,7 @@ def _plan_json(outcome: Outcome) -> dict[str, Any]:
     trial = outcome.trial
     return {
         "name": trial.name, "stages": [[s.first_block, s.end_block, list(s.ranks)] for s in trial.stages],
-        "ssm": trial.place.name, "draft": trial.entry.draft, "batch": trial.batch, "rows": trial.rows,
+        "ssm": trial.place.name, "draft": str(trial.entry.draft), "batch": trial.batch, "rows": trial.rows,
         "rounds": outcome.rounds, "predicted_us": outcome.predicted_us, "measured_us": outcome.measured_us,
         "ratio": outcome.ratio,
         "lines": [

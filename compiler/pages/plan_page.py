@@ -284,7 +284,7 @@ def plan_json(
         body["why_not"] = {str(degree): reason for degree, reason in why.why_not}
         body["notes"] = list(why.notes)
         body["ladder"] = [
-            {"batch": rung.batch, "micro_batches": rung.micro_batches, "draft": rung.entry.draft,
+            {"batch": rung.batch, "micro_batches": rung.micro_batches, "draft": str(rung.entry.draft),
              "ms_per_token": rung.per_token_us / 1e3, "tokens_per_s": rung.tokens_per_s,
              "within_limit": rung.per_token_us <= problem.limit_us} for rung in why.rungs
         ]  # fmt: skip

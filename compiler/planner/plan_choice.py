@@ -13,6 +13,7 @@ from flexspec.compiler.prices.acceptance_profile import OFF, DraftEntry
 from flexspec.compiler.prices.memory import RankBytes, ssm_bytes
 from flexspec.compiler.prices.problem import Pool, Problem, SsmPlace
 from flexspec.compiler.prices.rounds import Cut, Prices, micro_batch_counts, round_cost, value_us
+from flexspec.draft_plan import DraftLadder, DraftPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def ladder(
     place: SsmPlace,
     cuts: Sequence[Cut],
     *,
-    draft: str | None = None,
+    draft: DraftPlan | None = None,
     micro_batches: int | None = None,
 ) -> list[Rung]:
     """For every batch size the draft plan, perhaps off, and micro-batches of least time per token, if not given."""
@@ -137,7 +138,7 @@ def make_plan(
     return Plan(
         stages=tuple(stages),
         ssm_ranks=tuple(tuple(rank[device] for device in ssm) for ssm in layout.ssms),
-        ladder=tuple((rung.batch, rung.entry.draft) for rung in rungs),
+        ladder=DraftLadder(tuple((rung.batch, rung.entry.draft) for rung in rungs)),
         origin=origin,
         devices=tuple(devices),
         micro_batches=tuple(rung.micro_batches for rung in rungs),

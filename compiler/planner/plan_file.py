@@ -14,12 +14,12 @@ from flexspec.compiler.artifact.plan import (
     MAX_BLOCKS,
     MAX_RANKS,
     MOST_MICRO_BATCHES,
-    OPEN_BATCH,
     Plan,
     Stage,
     plan_from_json,
 )
-from flexspec.errors import PlanError
+from flexspec.draft_plan import OPEN_BATCH, DraftLadder, DraftPlan
+from flexspec.errors import PlanError, RequestError
 
 PLACE_NAMES = ("none", "own", "first", "last", "all")
 FIX = "correct the plan file"
@@ -36,7 +36,7 @@ class HandPlan:
     stages: tuple[tuple[int, tuple[int, ...]], ...]
     place: str = ""
     ssm_devices: tuple[int, ...] = ()
-    draft: str | None = None
+    draft: DraftPlan | None = None
     batch: int | None = None
     micro_batches: int | None = None
 
@@ -50,7 +50,7 @@ def wrong(found: str, expected: str) -> PlanError:
     return PlanError(found, expected, FIX)
 
 
-def read_plan(path: Path, ssms: int, draft: str) -> Plan:
+def read_plan(path: Path, ssms: int, draft: DraftPlan) -> Plan:
     """The plan of a file; ``draft`` stands in its ladder if a TOML file names none. Raises PlanError."""
     found = _read(path)
     return found if isinstance(found, Plan) else _plan_of(found, ssms, draft)
@@ -91,12 +91,20 @@ def _read_hand(table: Table, source: str) -> HandPlan:
         tuple(stages),
         place,
         own,
-        table.text("draft") if table.has("draft") else None,
+        _draft(table) if table.has("draft") else None,
         table.count("batch", OPEN_BATCH) if table.has("batch") else None,
         table.count("micro_batches", MOST_MICRO_BATCHES) if table.has("micro_batches") else None,
     )
     table.done()
     return plan
+
+
+def _draft(table: Table) -> DraftPlan:
+    text = table.text("draft")
+    try:
+        return DraftPlan.parse(text)
+    except RequestError as error:
+        raise table.error("draft", f"{text!r}: {error.found}", error.expected) from None
 
 
 def _take(part: Table, key: str, devices: tuple[int, ...], taken: set[int]) -> None:
@@ -107,7 +115,7 @@ def _take(part: Table, key: str, devices: tuple[int, ...], taken: set[int]) -> N
         taken.add(device)
 
 
-def _plan_of(hand: HandPlan, ssms: int, draft: str) -> Plan:
+def _plan_of(hand: HandPlan, ssms: int, draft: DraftPlan) -> Plan:
     """Devices become ranks in the order in which the stages name them, then those of SSMs."""
     stages: list[Stage] = []
     devices: list[int] = []
@@ -124,10 +132,9 @@ def _plan_of(hand: HandPlan, ssms: int, draft: str) -> Plan:
         "all": (tuple(range(len(devices))),) * ssms,
     }
     micro_batches = (hand.micro_batches,) if hand.micro_batches else ()
-    ladder = ((OPEN_BATCH, hand.draft or draft),)
     return Plan(
-        tuple(stages), here[place], ladder, "hand", (*devices, *hand.ssm_devices), micro_batches,
-        place if here[place] else "",
+        tuple(stages), here[place], DraftLadder.of(hand.draft or draft), "hand", (*devices, *hand.ssm_devices),
+        micro_batches, place if here[place] else "",
     )  # fmt: skip
 
 
@@ -143,7 +150,7 @@ def _hand_plan_of(source: str, plan: Plan, requests: int) -> HandPlan:
         tuple((stage.end_block - stage.first_block, devices(stage.ranks)) for stage in plan.stages),
         place,
         tuple(devices(ranks)[0] for ranks in plan.ssm_ranks) if place == "own" else (),
-        plan.draft_for(requests),
+        plan.ladder.for_batch(requests),
         None,
         min(plan.micro_batches_for(requests), requests),
     )

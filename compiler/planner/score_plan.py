@@ -38,8 +38,8 @@ def score_plan(problem: Problem, plan: HandPlan) -> Candidate:
     offered = (OFF, *problem.drafting) if place.name != "none" else (OFF,)
     entries = [entry for entry in offered if plan.draft in (None, entry.draft)]
     if not entries:
-        known = ", ".join(entry.draft for entry in offered)
-        raise wrong(f"{plan.source}: draft: {plan.draft!r}", f"one of the acceptance profile: {known}")
+        known = ", ".join(str(entry.draft) for entry in offered)
+        raise wrong(f"{plan.source}: draft: {str(plan.draft)!r}", f"one of the acceptance profile: {known}")
     batch = plan.batch or problem.requests
     if batch > problem.requests:
         expected = f"at most {problem.requests}, the requests planned for"

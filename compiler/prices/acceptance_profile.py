@@ -13,7 +13,8 @@ from pathlib import Path
 
 from flexspec.checked_table import Table, read_table
 from flexspec.compiler.prices.shipped import find_file, shipped_names, unknown_words
-from flexspec.errors import ProfileError
+from flexspec.draft_plan import DraftPlan
+from flexspec.errors import ProfileError, RequestError
 
 FORMAT = "flexspec acceptance 1"
 PROFILES = Path(__file__).parent / "acceptance"
@@ -28,7 +29,7 @@ class DraftEntry:
     ``most_nodes``: of a round's tree, for memory (0: every level's mean, rounded up).
     """
 
-    draft: str
+    draft: DraftPlan
     levels: tuple[float, ...]
     committed_tokens: float
     ssm_rows: tuple[float, ...]
@@ -48,7 +49,7 @@ class DraftEntry:
         return 1 + max(self.most_nodes, sum(math.ceil(level - 1e-9) for level in self.levels))
 
 
-OFF = DraftEntry("off", (), 1.0, ())
+OFF = DraftEntry(DraftPlan("off"), (), 1.0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,8 @@ def read_acceptance(table: Table, name: str) -> AcceptanceProfile:
 
 def _entry(part: Table) -> DraftEntry:
     part.only(("draft", "levels", "committed_tokens"), ("ssm_rows", "most_nodes", "rounds"))
-    draft, levels = part.text("draft"), part.numbers("levels")
-    if draft == "off":
+    draft, levels = _draft(part), part.numbers("levels")
+    if draft.method == "off":
         raise part.error("draft", "'off'", "a draft plan other than off, which is one token a round")
     if not levels or sum(levels) > MAX_NODES:
         raise part.error("levels", f"{sum(levels):g} nodes", f"above 0 and at most {MAX_NODES}")
@@ -134,6 +135,14 @@ def _entry(part: Table) -> DraftEntry:
         part.count("rounds", 1 << 62)
     part.done()
     return DraftEntry(draft, levels, committed, rows, most_nodes)
+
+
+def _draft(part: Table) -> DraftPlan:
+    text = part.text("draft")
+    try:
+        return DraftPlan.parse(text)
+    except RequestError as error:
+        raise part.error("draft", f"{text!r}: {error.found}", error.expected) from None
 
 
 def wrong(found: str, expected: str) -> ProfileError:

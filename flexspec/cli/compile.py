@@ -51,13 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from flexspec.cli.progress import progress_bars
-    from flexspec.compiler.artifact.plan import OPEN_BATCH
-    from flexspec.compiler.planner.plan_file import read_plan, wrong
-    from flexspec.draft_plan import DraftPlan, default_draft
+    from flexspec.compiler.planner.plan_file import read_plan
+    from flexspec.draft_plan import DraftLadder, DraftPlan, default_draft
     from flexspec.errors import CompileError
     from flexspec.kernels.cpu.build import ISA_FLAGS
     from flexspec.kernels.package.compile_model import CompileOptions, compile_model
-    from flexspec.runtime.open.ladder import parse_ladder
     from flexspec.types import DType
 
     targets, isas = _split(args.target), _split(args.isa)
@@ -66,12 +64,12 @@ def run(args: argparse.Namespace) -> int:
         raise CompileError(f"--isa {unknown[0]}", f"one of {', '.join(ISA_FLAGS)}", "correct the name")
     if not 1 <= args.max_tree <= 512:
         raise CompileError(f"--max-tree {args.max_tree}", "1 to 512 nodes", "choose a size in that range")
-    draft = str(DraftPlan.parse(args.draft or default_draft(len(args.ssm))))
+    draft = DraftPlan.parse(args.draft) if args.draft else default_draft(len(args.ssm))
     plan = read_plan(args.plan, len(args.ssm), draft) if args.plan else None
-    if plan is not None:
-        drafts = parse_ladder(plan, str(args.plan), wrong)
-        draft = draft if args.draft else str(drafts[0])
-        plan = replace(plan, ladder=((OPEN_BATCH, draft),), micro_batches=()) if args.draft else plan
+    if plan is not None and args.draft:
+        plan = replace(plan, ladder=DraftLadder.of(draft), micro_batches=())
+    elif plan is not None:
+        draft = plan.ladder.for_batch(1)
     options = CompileOptions(DType(args.dtype), targets, isas, draft, args.max_tree, args.dump_ir, plan)
     argv = ["flexspec", *sys.argv[1:]]
     with progress_bars() as progress:

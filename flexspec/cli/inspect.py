@@ -68,6 +68,7 @@ def _parts(args: argparse.Namespace) -> str:
     from flexspec.cli.inspection import parts as ranks
     from flexspec.cli.inspection.page import show
     from flexspec.compiler.planner.plan_file import read_plan
+    from flexspec.draft_plan import DraftPlan
 
     if is_artifact(args.what):
         raise ArtifactError(
@@ -76,7 +77,7 @@ def _parts(args: argparse.Namespace) -> str:
     if args.emit and args.rank is None:
         raise CompileError("--emit of all ranks", "one graph", "choose a rank with --rank")
     whole = _read_graph(args.what) if is_graph(args.what) else _canonical(_open_model(args.what), args)
-    plan = read_plan(args.partition, 0, "off")
+    plan = read_plan(args.partition, 0, DraftPlan("off"))
     parts = ranks.cut_parts(whole, plan, _passes(args) if args.lowered else None)
     if args.rank is None:
         page = ranks.parts_page(parts, plan)

@@ -160,7 +160,7 @@ def _pareto(problem: Problem, as_json: bool) -> int:
     if as_json:
         rows = [
             {"ms_per_token": c.per_token_us / 1e3, "tokens_per_s": c.tokens_per_s, "batch": c.batch,
-             "micro_batches": c.micro_batches, "draft": c.entry.draft, "plan": describe(problem, c)} for c in front
+             "micro_batches": c.micro_batches, "draft": str(c.entry.draft), "plan": describe(problem, c)} for c in front
         ]  # fmt: skip
         print(json.dumps(rows, indent=1))
         return 0

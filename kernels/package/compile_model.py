@@ -21,6 +21,7 @@ from flexspec.compiler.artifact.write import ArtifactWriter
 from flexspec.compiler.frontends.open_model import LoadedModel, check_weights, open_model
 from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES, run_passes
 from flexspec.compiler.planner.plan_file import check_runnable
+from flexspec.draft_plan import DraftPlan
 from flexspec.errors import CompileError, TokenizerError
 from flexspec.graph import Graph
 from flexspec.kernels.cpu.build import find_compiler, header_files, target_isas
@@ -44,7 +45,7 @@ class CompileOptions:
     dtype: DType = DType.BF16
     gpu_targets: tuple[str, ...] = ()
     isas: tuple[str, ...] = ()
-    draft: str = "off"
+    draft: DraftPlan = DraftPlan("off")
     max_tree_tokens: int = 64
     dump_ir: Path | None = None
     plan: Plan | None = None  # of several ranks; None is one rank

@@ -34,7 +34,7 @@ from flexspec.compiler.pages.predicted_lines import (
     predicted_lines,
 )
 from flexspec.compiler.prices.problem import Problem
-from flexspec.draft_plan import DraftPlan
+from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.errors import EngineError, PlanError
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.cpu.exchange import split_logits
@@ -116,7 +116,7 @@ def _groups(
     for number, (stages, drafts) in enumerate(layouts):
         progress("compiling plans", number, len(layouts))
         ssms = models.ssms if drafts else ()
-        plan = Plan(stages, ((0,),) * len(ssms), ((1 << 30, "off"),), "hand")
+        plan = Plan(stages, ((0,),) * len(ssms), DraftLadder.of(DraftPlan("off")), "hand")
         several = sum(stage.degree for stage in stages) > 1
         options = CompileOptions(models.dtype, isas=supported_isas()[:1], plan=plan if several else None)
         path, _ = compile_model(
@@ -138,7 +138,7 @@ def _job(problem: Problem, trials: Sequence[Trial], effort: Effort, artifact: Pa
 
 
 def _ask(problem: Problem, trial: Trial, effort: Effort) -> Ask:
-    ask = Ask(trial.entry.draft, trial.batch, problem.context_tokens, effort.rounds, effort.warm)
+    ask = Ask(str(trial.entry.draft), trial.batch, problem.context_tokens, effort.rounds, effort.warm)
     positions = problem.llm.config.max_positions
     if ask.context + ask.most_tokens > positions:
         raise PlanError(
@@ -214,20 +214,20 @@ def _outcomes(problem: Problem, group: _Group) -> Iterator[tuple[Trial, Outcome]
         rounds = group.rounds[number]
         steps = np.array([each["step"] for each in rounds])
 
-        def rank_times(rank: int, steps: Any = steps, draft: str = trial.entry.draft) -> RankTimes:
+        def rank_times(rank: int, steps: Any = steps, draft: str = str(trial.entry.draft)) -> RankTimes:
             graph = artifact.graph(layout.rank_name(rank) if several else LLM)
             file = times_file(group.job, f"rank{rank}") if rank else times_file(group.job, "llm.", draft)
             return RankTimes.of(split_logits(graph)[0], _load(file), steps)
 
         lines = verify_lines([[rank_times(rank) for rank in stage.ranks] for stage in group.stages])
-        drafts = DraftPlan.parse(trial.entry.draft)
+        drafts = trial.entry.draft
         parts = [
             part.name for part in artifact.record.models[1:] if part.name in drafts.sources and drafts.method != "off"
         ]
         for place, part in enumerate(parts):
             graph = artifact.graph(part)
             spans = [tuple(each["ssm_steps"][place]) for each in rounds]
-            arrays = _load(times_file(group.job, f"ssm{place}.", trial.entry.draft))
+            arrays = _load(times_file(group.job, f"ssm{place}.", str(trial.entry.draft)))
             for line, values in draft_lines(graph, arrays, spans).items():
                 lines[line] = lines.get(line, 0.0) + values
         measured, count = quartile_mean(_whole_rounds(lines, rounds, several))

@@ -17,7 +17,8 @@ from flexspec.draft_plan import SSMS, DraftPlan
 from flexspec.errors import MachineError, PlanError, ToolchainError
 from flexspec.runtime.local_ranks import host_cores
 
-CHAIN, TREE = "chain:4/sources=ssm", "tree:2,2,1/sources=ssm"
+NO_DRAFT = DraftPlan("off")
+CHAIN, TREE = DraftPlan.parse("chain:4/sources=ssm"), DraftPlan.parse("tree:2,2,1/sources=ssm")
 _STATIC = "chain:DEPTH or tree:K1,K2,... with an SSM, whose rows are known, or one of the acceptance profile"
 
 
@@ -25,7 +26,7 @@ def trials_of_files(problem: Problem, paths: Sequence[Path]) -> list[Trial]:
     """A trial for each rung of every plan's ladder, up to the problem's requests. Raises PlanError."""
     trials: list[Trial] = []
     for path in paths:
-        plan = read_plan(path, len(problem.ssms), CHAIN if problem.ssms else "off")
+        plan = read_plan(path, len(problem.ssms), CHAIN if problem.ssms else NO_DRAFT)
         check_runnable(plan, problem.llm.blocks, len(problem.ssms) if plan.ssm_ranks else 0)
         if any(ranks != (0,) for ranks in plan.ssm_ranks) or any(count > 1 for count in plan.micro_batches):
             raise wrong(
@@ -33,8 +34,8 @@ def trials_of_files(problem: Problem, paths: Sequence[Path]) -> list[Trial]:
                 "SSMs on rank 0 and one micro-batch: what overlaps cannot be told apart yet",
             )
         cuts = stage_cuts(problem, read_hand_plan(path, problem.requests))
-        for batch in dict.fromkeys(min(batch, problem.requests) for batch, _ in plan.ladder):
-            draft = plan.draft_for(batch) if plan.ssm_ranks else "off"
+        for batch in dict.fromkeys(min(batch, problem.requests) for batch, _ in plan.ladder.rungs):
+            draft = plan.ladder.for_batch(batch) if plan.ssm_ranks else NO_DRAFT
             trials.append(_trial(problem, plan.stages, cuts, draft, batch))
     return trials
 
@@ -49,7 +50,7 @@ def trials_of_machine(problem: Problem) -> list[Trial]:
         layouts += [[(first, 1), (blocks - first, 1)] for first in dict.fromkeys((blocks // 2, blocks // 4)) if first]
     layouts += [[(blocks, 2)]] if parallel else []
     layouts += [[(blocks // 2, 2), (blocks - blocks // 2, 1)]] if parallel and room > 2 and blocks > 1 else []
-    ways = [("off", 1), ("off", most)]
+    ways = [(NO_DRAFT, 1), (NO_DRAFT, most)]
     ways += [(CHAIN, min(2, most)), (TREE, 1), (TREE, most)] if problem.ssms else []
     trials: list[Trial] = []
     for layout in layouts:
@@ -78,20 +79,19 @@ def check_trials(problem: Problem, trials: Iterable[Trial], models: Iterable[Pat
         raise ToolchainError(f"{most} ranks without PyTorch", "torch >= 2.11", "pip install torch")
 
 
-def draft_entry(problem: Problem, text: str) -> DraftEntry:
+def draft_entry(problem: Problem, plan: DraftPlan) -> DraftEntry:
     """The rows of a draft plan's round, as they really are; tokens a round play no part. Raises PlanError."""
-    plan = DraftPlan.parse(text)
-    known = next((entry for entry in problem.entries if entry.draft == text), None)
+    known = next((entry for entry in problem.entries if entry.draft == plan), None)
     if plan.method == "off":
         return OFF
     if plan.method not in ("chain", "tree") or not set(plan.sources) <= set(SSMS[: len(problem.ssms)]):
         if known is None:
-            raise PlanError(f"draft plan {text} to compare", _STATIC, f"choose {CHAIN}, for example")
+            raise PlanError(f"draft plan {plan} to compare", _STATIC, f"choose {CHAIN}, for example")
         return known
     copies = len(plan.sources) if plan.method == "tree" else 1  # each SSM adds a tree of its own
     levels = plan.expansion.level_sizes()
     caught_up = known.ssm_rows[0] if known else 1.0  # what the last round committed
-    return DraftEntry(text, tuple(float(copies * size) for size in levels), 1.0, (caught_up, *_fed_rows(levels)))
+    return DraftEntry(plan, tuple(float(copies * size) for size in levels), 1.0, (caught_up, *_fed_rows(levels)))
 
 
 def _fed_rows(levels: Sequence[int]) -> list[float]:
@@ -105,7 +105,7 @@ def _fed_rows(levels: Sequence[int]) -> list[float]:
     return rows
 
 
-def _trial(problem: Problem, stages: tuple[Stage, ...], cuts: tuple[Cut, ...], draft: str, batch: int) -> Trial:
+def _trial(problem: Problem, stages: tuple[Stage, ...], cuts: tuple[Cut, ...], draft: DraftPlan, batch: int) -> Trial:
     entry = draft_entry(problem, draft)
     shape = " + ".join(f"TP{cut.degree} x {cut.blocks}" for cut in cuts)
     return Trial(

@@ -11,7 +11,6 @@ from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.model_record import PartRecord
 from flexspec.compiler.artifact.ngram_table import check_table, check_vocabulary
 from flexspec.compiler.artifact.opened import OpenedArtifact
-from flexspec.compiler.artifact.plan import damaged
 from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.errors import ArtifactError, RequestError
 from flexspec.runtime.drafters.base import Drafter
@@ -19,7 +18,6 @@ from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
 from flexspec.runtime.executors.step import Executor
-from flexspec.runtime.open.ladder import parse_ladder
 from flexspec.runtime.open.serve_options import DEFAULT_DRAFT
 
 _OFF = DraftPlan(method="off")
@@ -32,9 +30,7 @@ def choose_ladder(text: str, artifact: OpenedArtifact) -> DraftLadder:
     """
     sources, plan = _sources(artifact), artifact.plan
     if text == DEFAULT_DRAFT:
-        drafts = parse_ladder(plan, layout.PLAN, damaged)
-        batches = [batch for batch, _ in plan.ladder]
-        return DraftLadder(tuple(zip(batches, (_offered(draft, sources) for draft in drafts), strict=True)))
+        return DraftLadder(tuple((batch, _offered(draft, sources)) for batch, draft in plan.ladder.rungs))
     parsed = DraftPlan.parse(text)
     if parsed.method in ("chain", "budget") and "sources=" not in text:
         return DraftLadder.of(replace(parsed, sources=sources))

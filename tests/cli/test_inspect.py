@@ -15,6 +15,7 @@ from flexspec.compiler.artifact.plan import single_rank
 from flexspec.compiler.artifact.write import ArtifactWriter
 from flexspec.compiler.artifact.zip import pack_artifact
 from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES, run_passes
+from flexspec.draft_plan import DraftPlan
 from flexspec.graph import Graph
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model
@@ -49,7 +50,7 @@ def artifact(tmp_path: Path) -> Path:
         for name in ("llm", "ssm"):
             writer.add_bytes(f"graph/{name}.fsg", print_graph(lowered(name)).encode())
         writer.add_json("model.json", record.to_json())
-        writer.add_json("plan.json", single_rank(2, 1, "chain:4").to_json())
+        writer.add_json("plan.json", single_rank(2, 1, DraftPlan.parse("chain:4")).to_json())
         writer.add_json("checks.json", {"llm": {"avx2": "00"}, "ssm": {"avx2": "00"}})
         writer.add_bytes("kernels/tree_verify_d8/sm_90.attend.bin", bytes(1234))
         meta = {"targets": {"sm_90": {"kernels": {"attend": KERNEL}}}}
@@ -186,7 +187,11 @@ def test_parts_of_an_unknown_form_are_named(
 ) -> None:
     record = ModelRecord("Tiny", "cd" * 32, "bf16", 1, (2,), {}, (part("llm"),))
     with ArtifactWriter(tmp_path / "odd.fspec") as writer:
-        parts = {"model.json": record.to_json(), "plan.json": single_rank(2, 0, "off").to_json(), "checks.json": {}}
+        parts = {
+            "model.json": record.to_json(),
+            "plan.json": single_rank(2, 0, DraftPlan("off")).to_json(),
+            "checks.json": {},
+        }
         for name, contents in (parts | {file: body}).items():
             writer.add_json(name, contents)
         path = writer.finish(argv=["flexspec"], targets=[], tools={})

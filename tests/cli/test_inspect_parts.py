@@ -12,13 +12,14 @@ from flexspec.compiler.artifact.plan import Plan, Stage
 from flexspec.compiler.partition.cut_ranks import partition
 from flexspec.compiler.partition.lower_ranks import lower_ranks
 from flexspec.compiler.passes.pipeline import LLM_PASSES
+from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model
 from flexspec.text import parse_graph, print_graph
 from flexspec.types import DType
 
 GRAPH = build_model(ModelConfig("llama", 40, 32, 2, 4, 2, 8, 48, 1e-5, 64, output_bias=True), DType.BF16)
-PLAN = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (2,))), (), ((8, "off"),), "hand")
+PLAN = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (2,))), (), DraftLadder.of(DraftPlan("off")), "hand")
 
 
 @pytest.fixture

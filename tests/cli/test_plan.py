@@ -72,11 +72,11 @@ def test_json_holds_the_plan_and_its_proof(capsys: pytest.CaptureFixture[str], t
     assert (
         dict(plan.certificate)["proven"] is True
         and body["certificate"] == dict(plan.certificate)
-        and plan.ladder[0][0] == 1
+        and plan.ladder.rungs[0][0] == 1
     )
     assert sum(body["round_us"].values()) == pytest.approx(dict(plan.predicted)["period_us"])
     assert body["free_bytes"] == min(row["device has"] - row["total"] for row in body["memory_bytes"]) > 0
-    assert [(rung["batch"], rung["draft"]) for rung in body["ladder"]] == list(plan.ladder)
+    assert [[rung["batch"], rung["draft"]] for rung in body["ladder"]] == plan.to_json()["ladder"]
     assert body["constants"]["devices.A10.memory_bytes"]["origin"] == "NVIDIA A10 datasheet"
     root = ElementTree.fromstring(picture.read_text())
     assert len([each for each in root.iter() if each.tag.endswith("rect")]) > 16
@@ -108,7 +108,8 @@ def test_a_hand_written_plan_is_priced(capsys: pytest.CaptureFixture[str], tmp_p
         ('ssm = "first"', 'ssm = "middle"', "ssm: 'middle'; expected one of none, own"),
         ('ssm = "first"', 'ssm = "own"', "ssm_devices"),
         ('ssm = "first"', 'colour = "red"', "colour: an unknown key"),
-        ('ssm = "first"', 'draft = "chain:99"', "one of the acceptance profile"),
+        ('ssm = "first"', 'draft = "chain:63"', "one of the acceptance profile"),
+        ('ssm = "first"', 'draft = "chain:99"', "draft: 'chain:99': depth 99; expected a number from 1 to 64"),
         ('ssm = "first"', "batch = 7", "batch 7"),
         ('ssm = "first"', "micro_batches = 2", "2 micro-batches of 1 requests"),
         ('ssm = "first"', "ssm = []", "ssm: []"),
@@ -276,7 +277,7 @@ def test_a_priced_plan_is_written_on_its_own_devices(capsys: pytest.CaptureFixtu
     priced, plan = json.loads(out), plan_from_json(json.loads(written.read_text()))
     assert code == 0 and err == f"plan written to {written}\n" and plan_from_json(priced["plan"]) == plan
     assert plan.devices == (4, 5, 6, 7, 3, 1, 0, 2) and plan.origin == "hand"
-    assert {draft for _, draft in plan.ladder} == {"chain:8/sources=ssm"}
+    assert {str(draft) for _, draft in plan.ladder.rungs} == {"chain:8/sources=ssm"}
     again = json.loads(run(capsys, *both, "--score", str(written))[1])
     assert again["per_token_us"] == pytest.approx(priced["per_token_us"], rel=1e-9)
     assert plan_from_json(again["plan"]) == plan  # a plan in JSON keeps its ladder

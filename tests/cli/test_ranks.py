@@ -12,10 +12,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from artifacts import PLAN, changed_json
+from artifacts import changed_json
 from commands import command, environment, flexspec, serving
 from rank_servers import (
     ENDS_WITHIN_S,
+    LADDER,
     OPTIONS,
     PLANS,
     PROMPTS,
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return artifacts_for_ranks(PLANS, PLAN)
+    return artifacts_for_ranks(PLANS, LADDER.for_batch(1))
 
 
 @pytest.fixture(scope="module")

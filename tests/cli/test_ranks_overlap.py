@@ -14,11 +14,14 @@ from commands import serving
 from rank_servers import ENDS_WITHIN_S, artifacts_for_ranks, rank_processes, texts_of_one_rank
 
 from flexspec.compiler.artifact.plan import Plan, Stage
+from flexspec.draft_plan import OPEN_BATCH, DraftLadder, DraftPlan
 from flexspec.sampling import SamplingParams
 
 pytestmark = pytest.mark.ranks
 
-LADDER = ((2, "tree:1,2,1/sources=ssm"), (1 << 30, "chain:3/sources=ssm+suffix"))
+LADDER = DraftLadder(
+    ((2, DraftPlan.parse("tree:1,2,1/sources=ssm")), (OPEN_BATCH, DraftPlan.parse("chain:3/sources=ssm+suffix")))
+)
 ONE, TP2, PP2 = (Stage(0, 2, (0,)),), (Stage(0, 2, (0, 1)),), (Stage(0, 1, (0,)), Stage(1, 2, (1,)))
 PLANS = {
     "own": Plan(ONE, ((1,),), LADDER, "hand", micro_batches=(1, 2), ssm_place="own"),
@@ -34,7 +37,7 @@ TOKENS = 40
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return artifacts_for_ranks(PLANS, LADDER[0][1])
+    return artifacts_for_ranks(PLANS, LADDER.for_batch(1))
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from artifacts import PLAN
 from commands import environment
 from rank_servers import (
     ENDS_WITHIN_S,
+    LADDER,
     OPTIONS,
     PLANS,
     PROMPTS,
@@ -39,7 +39,7 @@ PORT = 8000  # nobody else is on these hosts
 
 @pytest.fixture(scope="module")
 def artifact() -> Path:
-    return artifacts_for_ranks(PLANS, PLAN) / "tp2.fspec"
+    return artifacts_for_ranks(PLANS, LADDER.for_batch(1)) / "tp2.fspec"
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from built_once import built_once
 
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.manifest import FileEntry, decode_manifest, encode_manifest
+from flexspec.draft_plan import DraftPlan
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.package.compile_model import CompileOptions, compile_model
 from flexspec.types import DType
@@ -34,7 +35,7 @@ def write_models(folder: Path) -> tuple[Path, Path]:
 def compile_tiny(folder: Path, *, dtype: DType = DType.BF16, with_ssm: bool = True, draft: str = PLAN) -> Path:
     """``folder``/tiny.fspec for the best instruction set here (or FLEXSPEC_CPU_ISA), compiled now."""
     llm, ssm = write_models(folder / "models")
-    options = CompileOptions(dtype, isas=supported_isas()[:1], draft=draft)
+    options = CompileOptions(dtype, isas=supported_isas()[:1], draft=DraftPlan.parse(draft))
     path, _ = compile_model(
         llm, [ssm] if with_ssm else [], folder / "tiny.fspec", options, argv=["flexspec", "compile", "tiny.gguf"]
     )

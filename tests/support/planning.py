@@ -10,6 +10,7 @@ from flexspec.compiler.prices.acceptance_profile import DraftEntry
 from flexspec.compiler.prices.machine import Constant, Device, Link, Machine, NodeKind
 from flexspec.compiler.prices.problem import Problem
 from flexspec.compiler.prices.profile import ModelProfile, profile_model
+from flexspec.draft_plan import DraftPlan
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model
 from flexspec.types import DType
@@ -22,9 +23,9 @@ CONFIGS = {
     "ssm": ModelConfig("llama", 256, 32, 2, 2, 1, 16, 64, 1e-5, 256),
 }
 ENTRIES = (
-    DraftEntry("chain:3", (1.0, 1.0, 1.0), 1.9, (2.0, 1.0, 1.0)),
-    DraftEntry("tree:2,2", (2.0, 4.0), 2.1, (3.0, 2.0)),
-    DraftEntry("tree:4,2,2", (4.0, 8.0, 16.0), 2.6, (3.0, 4.0, 8.0)),
+    DraftEntry(DraftPlan.parse("chain:3"), (1.0, 1.0, 1.0), 1.9, (2.0, 1.0, 1.0)),
+    DraftEntry(DraftPlan.parse("tree:2,2"), (2.0, 4.0), 2.1, (3.0, 2.0)),
+    DraftEntry(DraftPlan.parse("tree:4,2,2"), (4.0, 8.0, 16.0), 2.6, (3.0, 4.0, 8.0)),
 )
 
 

@@ -11,6 +11,7 @@ from built_once import built_once
 from tiny_models import random_weights, write_gguf, write_huggingface
 
 from flexspec.compiler.artifact.plan import Plan, Stage
+from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.package.compile_model import CompileOptions, compile_model
 from flexspec.runtime.open.engine import open_engine
@@ -25,12 +26,13 @@ STAGES = {
 }
 OPTIONS = ("--threads", "1", "--kv-tokens", "2048", "--no-checks")
 PROMPTS = ["hello 12 hello", "the world 12 12", "é 🎉 hello", "x"]
-PLANS = {name: Plan(stages, ((0,),), ((1 << 30, PLAN),), "hand") for name, stages in STAGES.items()}
+LADDER = DraftLadder.of(DraftPlan.parse(PLAN))
+PLANS = {name: Plan(stages, ((0,),), LADDER, "hand") for name, stages in STAGES.items()}
 TIMEOUT_S = 120.0  # for a busy machine; nothing waits for it
 ENDS_WITHIN_S = 5.0
 
 
-def artifacts_for_ranks(plans: Mapping[str, Plan], draft: str) -> Path:
+def artifacts_for_ranks(plans: Mapping[str, Plan], draft: DraftPlan) -> Path:
     """A folder with NAME.fspec for each plan: one LLM, and an SSM that is the same model (its drafts are accepted).
 
     Compiled once for all tests: for reading only.

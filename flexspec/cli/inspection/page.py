@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from flexspec.draft_plan import OPEN_BATCH
 from flexspec.errors import ArtifactError
 from flexspec.types import Role
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from flexspec.models.config import ModelConfig
 
 Page = dict[str, Any]
-_OPEN_BATCH = 1 << 30
 
 
 def artifact_page(artifact: OpenedArtifact) -> Page:
@@ -48,8 +48,8 @@ def artifact_page(artifact: OpenedArtifact) -> Page:
             ],
             "ssm_ranks": [f"ssm{i + 1 if i else ''}: {list(ranks)}" for i, ranks in enumerate(plan.ssm_ranks)],
             "tree_ladder": [
-                f"{draft} (any batch)" if batch >= _OPEN_BATCH else f"{draft} (up to {batch} requests)"
-                for batch, draft in plan.ladder
+                f"{draft} (any batch)" if batch >= OPEN_BATCH else f"{draft} (up to {batch} requests)"
+                for batch, draft in plan.ladder.rungs
             ],
         },
         "self_tests": {name: sorted(isas) for name, isas in sorted(artifact.digests.items())},

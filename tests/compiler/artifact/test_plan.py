@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flexspec.compiler.artifact.plan import Plan, Stage, plan_from_json, single_rank
+from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.errors import ArtifactError
 
 OLD: dict[str, Any] = {
@@ -19,17 +20,18 @@ OLD: dict[str, Any] = {
 
 def test_plans_written_before_searches_are_read_and_written_as_they_were() -> None:
     plan = plan_from_json(OLD)
-    assert plan == single_rank(4, 1, "off")
+    assert plan == single_rank(4, 1, DraftPlan("off"))
     assert set(plan.to_json()) == set(OLD)
 
 
 def test_a_searched_plan_comes_back() -> None:
+    ladder = DraftLadder(((1, DraftPlan.parse("chain:2")), (8, DraftPlan("off"))))
     plan = Plan(
-        (Stage(0, 3, (0, 1)), Stage(3, 4, (2,))), ((3,),), ((1, "chain:2"), (8, "off")), "search", (0, 1, 4, 7), (1, 2),
+        (Stage(0, 3, (0, 1)), Stage(3, 4, (2,))), ((3,),), ladder, "search", (0, 1, 4, 7), (1, 2),
         "own", "mixed", (("period_us", 3.5),), (("gap", 0.0), ("proven", True)),
     )  # fmt: skip
     assert plan_from_json(plan.to_json()) == plan
-    assert [plan.draft_for(batch) for batch in (1, 2, 99)] == ["chain:2", "off", "off"]
+    assert [str(plan.ladder.for_batch(batch)) for batch in (1, 2, 99)] == ["chain:2", "off", "off"]
 
 
 def stage(**change: Any) -> dict[str, Any]:
@@ -66,6 +68,7 @@ def stage(**change: Any) -> dict[str, Any]:
         ({"ladder": [[0, "off"]]}, "ladder: [0, 'off']"),
         ({"ladder": [[float("nan"), "off"]]}, "ladder: [nan, 'off']"),
         ({"ladder": [[1, 5]]}, "ladder: [1, 5]"),
+        ({"ladder": [[1 << 30, "sideways:3"]]}, "draft plan 'sideways:3' for any batch: method 'sideways'"),
         ({"devices": ["x"]}, "devices: ['x']"),
         ({"devices": [0, 1]}, "devices: [0, 1]; expected a device of its own for each of 1 ranks"),
         ({**stage(), "devices": [3, 3]}, "devices: [3, 3]"),

@@ -41,7 +41,7 @@ def trial(name: str = "one", entry: DraftEntry = OFF, batch: int = 1) -> Trial:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("entry", [OFF, *ENTRIES], ids=lambda entry: entry.draft)
+@pytest.mark.parametrize("entry", [OFF, *ENTRIES], ids=lambda entry: str(entry.draft))
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_lines_are_the_round(name: str, entry: DraftEntry, batch: int) -> None:
     asked, each = problem(), trial(name, entry, batch)

@@ -23,6 +23,7 @@ from flexspec.compiler.planner.search import search
 from flexspec.compiler.prices.acceptance_profile import PROFILES, open_acceptance, read_acceptance, wrong
 from flexspec.compiler.prices.machine import MACHINES, NodeKind, read_machine
 from flexspec.compiler.prices.problem import Problem, SsmPlace
+from flexspec.draft_plan import DraftPlan
 from flexspec.errors import FlexspecError, MachineError
 
 ODD: tuple[Any, ...] = (
@@ -111,7 +112,7 @@ def test_plans(tmp_path: Path) -> None:
     for what, each in changed(body):
         path.write_text(json.dumps(each))
         for read in (
-            lambda: read_plan(path, 1, "off"),
+            lambda: read_plan(path, 1, DraftPlan("off")),
             lambda: plan_from_json(json.loads(path.read_text()), "plan.json"),
         ):
             try:
@@ -123,10 +124,10 @@ def test_plans(tmp_path: Path) -> None:
             ranks = [rank for stage in plan.stages for rank in stage.ranks]
             assert len(set(ranks)) == len(ranks) and plan.stages[0].first_block == 0, what
             assert all(a.end_block == b.first_block for a, b in zip(plan.stages, plan.stages[1:], strict=False)), what
-            assert plan.draft_for(1) and plan.micro_batches_for(10**9) >= 1, what
+            assert plan.ladder.for_batch(1) and plan.micro_batches_for(10**9) >= 1, what
         for use in (
             lambda: score_plan(problem, read_hand_plan(path, 4)),
-            lambda: check_runnable(read_plan(path, 1, "off"), 6, 1),
+            lambda: check_runnable(read_plan(path, 1, DraftPlan("off")), 6, 1),
         ):
             try:
                 use()
@@ -159,7 +160,7 @@ def test_plans_by_hand(tmp_path: Path) -> None:
         try:
             path.write_text(as_toml(each))
             priced += score_plan(problem, read_hand_plan(path, 4)).value_us > 0
-            read_plan(path, 1, "off")
+            read_plan(path, 1, DraftPlan("off"))
         except FlexspecError as error:
             assert "plan.toml" in str(error) and "Fix: " in str(error), what
     assert 0 < priced < 40
@@ -185,4 +186,4 @@ def test_files_that_are_nothing(tmp_path: Path, text: str) -> None:
     for name in ("plan.json", "plan.toml"):
         (tmp_path / name).write_text(text)
         with pytest.raises(FlexspecError, match=name):
-            read_plan(tmp_path / name, 1, "off")
+            read_plan(tmp_path / name, 1, DraftPlan("off"))

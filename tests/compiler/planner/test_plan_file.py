@@ -11,19 +11,21 @@ import pytest
 from flexspec.compiler.artifact.plan import Plan, Stage
 from flexspec.compiler.artifact.rank_record import RankRecord, ranks_from_json
 from flexspec.compiler.planner.plan_file import check_runnable, read_hand_plan, read_plan
+from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.errors import ArtifactError, PlanError
 
-PLAN = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (2,))), ((0,),), ((1 << 30, "chain:4"),), "hand")
+OFF, CHAIN = DraftPlan("off"), DraftPlan.parse("chain:4")
+PLAN = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (2,))), ((0,),), DraftLadder.of(CHAIN), "hand")
 TOML = 'ssm = "first"\n[[stages]]\nblocks = 1\ndevices = [4, 2]\n[[stages]]\nblocks = 1\ndevices = [0]\n'
 
 
 def test_json_and_toml(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(PLAN.to_json()))
-    assert read_plan(tmp_path / "plan.json", 1, "off") == PLAN
+    assert read_plan(tmp_path / "plan.json", 1, OFF) == PLAN
     (tmp_path / "plan.toml").write_text(TOML)
-    found = read_plan(tmp_path / "plan.toml", 1, "chain:4")
+    found = read_plan(tmp_path / "plan.toml", 1, CHAIN)
     assert (found.stages, found.ssm_ranks, found.devices) == (PLAN.stages, PLAN.ssm_ranks, (4, 2, 0))
-    assert found.draft_for(1) == "chain:4"
+    assert found.ladder == DraftLadder.of(CHAIN)
     check_runnable(found, 2, 1)
 
 
@@ -50,12 +52,12 @@ def test_json_and_toml(tmp_path: Path) -> None:
 def test_bad_toml_is_named(tmp_path: Path, text: str, found: str) -> None:
     (tmp_path / "plan.toml").write_text(text)
     with pytest.raises(PlanError, match=found):
-        read_plan(tmp_path / "plan.toml", 1, "off")
+        read_plan(tmp_path / "plan.toml", 1, OFF)
 
 
 def test_own_devices_become_ranks_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(TOML.replace('"first"', '"own"\nssm_devices = [7]'))
-    found = read_plan(tmp_path / "plan.toml", 1, "chain:4")
+    found = read_plan(tmp_path / "plan.toml", 1, CHAIN)
     assert (found.ssm_ranks, found.devices, found.ssm_place) == (((3,),), (4, 2, 0, 7), "own")
     check_runnable(found, 2, 1)
     with pytest.raises(PlanError, match="1 SSMs"):
@@ -66,10 +68,10 @@ def test_own_devices_become_ranks_of_their_own(tmp_path: Path) -> None:
 def test_both_forms_are_one_plan(tmp_path: Path, place: str, ranks: tuple[int, ...]) -> None:
     """TOML to the record to JSON and back to what a person would have written."""
     (tmp_path / "plan.toml").write_text(TOML.replace('"first"', f'"{place}"\ndraft = "chain:4"\nmicro_batches = 1'))
-    plan = read_plan(tmp_path / "plan.toml", 1, "off")
+    plan = read_plan(tmp_path / "plan.toml", 1, OFF)
     assert plan.ssm_ranks == (ranks,)
     (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
-    assert read_plan(tmp_path / "plan.json", 1, "off") == plan
+    assert read_plan(tmp_path / "plan.json", 1, OFF) == plan
     again = read_hand_plan(tmp_path / "plan.json", 3)
     assert replace(again, source="") == replace(read_hand_plan(tmp_path / "plan.toml", 3), source="")
     unsaid = replace(plan, ssm_place="")
@@ -80,12 +82,12 @@ def test_both_forms_are_one_plan(tmp_path: Path, place: str, ranks: tuple[int, .
 def test_bad_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("[1]")
     with pytest.raises(PlanError, match="a list"):
-        read_plan(tmp_path / "plan.json", 1, "off")
+        read_plan(tmp_path / "plan.json", 1, OFF)
     with pytest.raises(PlanError, match="nothing.json"):
-        read_plan(tmp_path / "nothing.json", 1, "off")
+        read_plan(tmp_path / "nothing.json", 1, OFF)
     (tmp_path / "plan.json").write_text('{"stages": [], "stages": []}')
     with pytest.raises(PlanError, match="duplicate key 'stages'"):
-        read_plan(tmp_path / "plan.json", 1, "off")
+        read_plan(tmp_path / "plan.json", 1, OFF)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_ranks_of_an_artifact_are_checked() -> None:
 
 @pytest.mark.parametrize("name", ["no.toml", "no.json"])
 def test_a_plan_that_is_not_there(tmp_path: Path, name: str) -> None:
-    for read in (lambda path: read_plan(path, 1, "off"), lambda path: read_hand_plan(path, 1)):
+    for read in (lambda path: read_plan(path, 1, OFF), lambda path: read_hand_plan(path, 1)):
         with pytest.raises(PlanError) as error:
             read(tmp_path / name)
         assert f"{tmp_path / name}: does not exist; expected a plan" in str(error.value)
@@ -133,4 +135,4 @@ def test_errors_name_the_path_as_it_was_given(
     Path("in").mkdir()
     Path("in", name).write_text(text)
     with pytest.raises(PlanError, match=f"FS[0-9]+: in/{name}: "):
-        read_plan(Path("in", name), 1, "off")
+        read_plan(Path("in", name), 1, OFF)

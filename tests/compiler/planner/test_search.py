@@ -196,7 +196,7 @@ def test_wide_batches_take_smaller_trees_and_off_may_win() -> None:
     problem = Problem(make_machine(kind), tiny_profile("gqa"), (tiny_profile("ssm", ssm=True),), ENTRIES, 8, 64)
     rungs = ladder(problem, SsmPlace("first"), search(problem, places=[SsmPlace("first")])[0].cuts)
     assert [rung.batch for rung in rungs] == [1, 2, 4, 8]
-    assert rungs[-1].entry.draft == "off"
+    assert rungs[-1].entry.draft.method == "off"
 
 
 def test_prover_does_not_know_the_search() -> None:

@@ -45,7 +45,7 @@ def test_a_profile_is_measured_and_read_back(
     assert code == 0 and "tree:2,1" in page
     profile = open_acceptance(str(out))
     assert (profile.llm, profile.ssms) == ("tiny", ("tiny-ssm",)) and "2 of p.jsonl, 12 new tokens" in profile.prompts
-    assert [entry.draft for entry in profile.entries] == ["chain:2/sources=ssm", "tree:2,1/sources=ssm"]
+    assert [str(entry.draft) for entry in profile.entries] == ["chain:2/sources=ssm", "tree:2,1/sources=ssm"]
     chain, tree = profile.entries
     assert (chain.most_nodes, tree.most_nodes) == (2, 4)
     assert 1 <= chain.committed_tokens <= 3 and 0 < chain.levels[1] <= chain.levels[0] <= 1 < tree.levels[0] <= 2

@@ -13,6 +13,7 @@ from flexspec.cli import main as cli
 from flexspec.compiler.prices.machine import MACHINES, open_machine
 from flexspec.compiler.prices.plan_models import open_profile
 from flexspec.compiler.prices.problem import Problem
+from flexspec.draft_plan import DraftPlan
 from flexspec.errors import PlanError
 from flexspec.runtime.local_ranks import host_cores
 from flexspec.runtime.measure.trials import draft_entry, trials_of_machine
@@ -66,14 +67,14 @@ def problem(models: tuple[Path, Path], requests: int = 4) -> Problem:
 
 def test_drafts_have_the_rows_that_they_run(models: tuple[Path, Path]) -> None:
     asked = problem(models)
-    chain = draft_entry(asked, "chain:3/sources=ssm")
+    chain = draft_entry(asked, DraftPlan.parse("chain:3/sources=ssm"))
     assert (chain.levels, chain.ssm_rows, chain.rows(2)) == ((1, 1, 1), (1, 1, 1), 8)
-    tree = draft_entry(asked, "tree:1,3,2,1")
+    tree = draft_entry(asked, DraftPlan.parse("tree:1,3,2,1"))
     assert tree.levels == (1, 3, 6, 6)
     assert tree.ssm_rows == (1, 1, 3, 9)  # the stem is fed once, branching levels again
     for text in ("budget:8", "chain:4/sources=suffix", "chain:4/sources=ssm2"):
         with pytest.raises(PlanError, match="whose rows are known"):
-            draft_entry(asked, text)
+            draft_entry(asked, DraftPlan.parse(text))
 
 
 def test_the_list_has_what_the_machine_can_run(models: tuple[Path, Path]) -> None:

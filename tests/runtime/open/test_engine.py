@@ -14,6 +14,7 @@ import pytest
 from artifacts import PLAN, VOCAB, changed_copy, changed_json, compile_tiny, tiny_artifact, write_models
 
 from flexspec.compiler.artifact.ngram_table import build_table, save_table
+from flexspec.draft_plan import DraftPlan
 from flexspec.errors import ArtifactError, CapacityError, CompileError, RequestError
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.package.compile_model import CompileOptions, compile_model
@@ -248,6 +249,6 @@ def test_a_table_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     llm, ssm = write_models(tmp_path)
     save_table(build_table([([1], text)]), ssm / "ngram.safetensors")
     with pytest.raises(ArtifactError, match=f"tokens below the LLM's {VOCAB}"):
-        options = CompileOptions(isas=(BEST,), draft=PLAN)
+        options = CompileOptions(isas=(BEST,), draft=DraftPlan.parse(PLAN))
         compile_model(llm, [ssm], tmp_path / "x.fspec", options, argv=["flexspec", "compile"])
     assert not (tmp_path / "x.fspec").exists()

@@ -16,6 +16,7 @@ from flexspec.cli import main as cli
 from flexspec.compiler.artifact.model_record import record_from_json
 from flexspec.compiler.artifact.open import Artifact, open_artifact
 from flexspec.compiler.artifact.opened import OpenedArtifact
+from flexspec.draft_plan import DraftPlan
 from flexspec.errors import ArtifactError, CapacityError, ToolchainError
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.package.compile_model import CompileOptions, compile_model
@@ -80,7 +81,7 @@ def test_shared_embedding_is_stored_once(made: Made) -> None:
 
 def test_without_a_target_the_other_files_are_the_same_bytes(made: Made, tmp_path: Path) -> None:
     llm, ssm = gpu_serve.write_models(tmp_path)
-    options = CompileOptions(DType.F32, isas=(supported_isas()[0],), draft=gpu_serve.DRAFTS[1])
+    options = CompileOptions(DType.F32, isas=(supported_isas()[0],), draft=DraftPlan.parse(gpu_serve.DRAFTS[1]))
     path, rows = compile_model(llm, [ssm], tmp_path / "cpu.fspec", options, argv=["flexspec", "compile", "llm"])
     plain = open_artifact(path)
     assert rows == [] and set(plain.names()) < set(made.artifact.names())

@@ -11,6 +11,7 @@ import pytest
 
 from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.compiler.artifact.plan import Plan, Stage
+from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.errors import CapacityError
 from flexspec.runtime.open import capacity, host_memory
 from flexspec.runtime.open.drafters import choose_ladder
@@ -63,7 +64,7 @@ def test_ranks_of_one_host_are_counted_together(artifact: Path, monkeypatch: pyt
     counted: list[list[Pool]] = []
     monkeypatch.setattr(capacity, "check_memory", lambda _, pools, *sizes: counted.append(pools))
     stages = (Stage(0, 1, (0, 1)), Stage(1, 2, (2,)))
-    plan = Plan(stages, ((1, 3),), ((1, "chain:2/sources=ssm"),), "hand")
+    plan = Plan(stages, ((1, 3),), DraftLadder.of(DraftPlan.parse("chain:2/sources=ssm")), "hand")
     opened = replace(OpenedArtifact.at(artifact), plan=plan)
     ladder = choose_ladder("auto", opened)
     for ranks in (range(0, 2), range(2, 4), ()):
