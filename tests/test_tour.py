@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from artifacts import VOCAB, tiny_artifact, write_models
+from artifacts import tiny_artifact, write_models
 from prometheus_client import CollectorRegistry
 
 from flexspec.cli.main import main
@@ -23,7 +23,7 @@ from flexspec.runtime.open.engine import open_engine
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.runtime.server.app import create_app
 from flexspec.runtime.server.metrics import Metrics
-from flexspec.runtime.server.requests import Limits
+from flexspec.runtime.server.requests import ServerLimits
 from repository import LINKED, ROOT, SOURCE_FOLDERS
 
 # Errors are raised anywhere; the package file only looks whether the links are there.
@@ -88,7 +88,7 @@ def check(title: str, entered: list[str], *, skipped: set[str]) -> None:
 def test_a_request_enters_what_the_tour_names(temperature: float) -> None:
     metrics = Metrics(CollectorRegistry())
     served = open_engine(tiny_artifact(), ServeOptions(threads=1, measure=False), metrics)
-    limits = Limits(served.context_tokens, VOCAB)
+    limits = ServerLimits(served.context_tokens)
     app = create_app(served.engine, served.tokenizer, served.chat, "tiny", metrics, limits)
     body = {
         "model": "tiny",

@@ -15,40 +15,23 @@ example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from flexspec.cli.running import DRAFT_PLANS, add_run_arguments
+    from flexspec.cli.sampling_options import add_sampling_arguments
 
     parser.epilog = f"{DRAFT_PLANS}\n{EPILOG}"
     parser.add_argument("artifact", type=Path, help="an artifact made by flexspec compile")
     parser.add_argument("-p", "--prompt", required=True, help="the text to answer")
     parser.add_argument("--raw", action="store_true", help="continue the text instead of using the chat template")
-    parser.add_argument("--max-tokens", type=int, default=128, help="most new tokens (default 128)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this mass (default 1: all)"
-    )
-    parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0: all)")
-    parser.add_argument(
-        "--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest (default 0)"
-    )
-    parser.add_argument("--seed", type=int, default=None, help="seed of sampling (default: a fresh one)")
-    parser.add_argument("--stop", action="append", default=[], help="a stop string; may be repeated")
+    add_sampling_arguments(parser)
     add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from flexspec.cli.running import serve_options
+    from flexspec.cli.sampling_options import sampling_params
     from flexspec.runtime.engine.api import RequestStats
     from flexspec.runtime.open.engine import open_engine
-    from flexspec.sampling import SamplingParams
 
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        seed=args.seed,
-        stop=tuple(args.stop),
-    )
+    params = sampling_params(args)
     served = open_engine(args.artifact, serve_options(args))
     stats, reason = RequestStats(), None
     try:

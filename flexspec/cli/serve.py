@@ -94,7 +94,7 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, op
     from flexspec.runtime.open.engine import open_engine
     from flexspec.runtime.server.app import create_app
     from flexspec.runtime.server.metrics import Metrics
-    from flexspec.runtime.server.requests import Limits
+    from flexspec.runtime.server.requests import ServerLimits
     from flexspec.runtime.server.serve import serve
 
     metrics = Metrics(CollectorRegistry())
@@ -103,7 +103,7 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, op
     thread = EngineThread(served.engine)
     if open_llm is not None:
         _end_with_ranks(served, thread)
-    limits = Limits(served.context_tokens, served.engine.executor.vocab_size, default_max_tokens=DEFAULT_MAX_TOKENS)
+    limits = ServerLimits(served.context_tokens, default_max_tokens=DEFAULT_MAX_TOKENS)
     app = create_app(served.engine, served.tokenizer, served.chat, name, metrics, limits)
     host, port = listener.getsockname()[:2]
 

@@ -20,12 +20,11 @@ from flexspec.draft_plan import DraftPlan
 from flexspec.errors import EngineError
 from flexspec.runtime.drafters.base import DraftRequest, ModelDrafter
 from flexspec.runtime.drafters.worth import StepWorth
-from flexspec.sampling import SamplingParams
+from flexspec.sampling import LAW_FIELDS, SamplingParams
 from flexspec.tree import TokenTree
 
 Bytes = NDArray[np.uint8]
 _GREEDY = SamplingParams()
-_LAW = ("temperature", "top_p", "top_k", "min_p", "seed")
 _LENGTH_BYTES = 8
 
 
@@ -204,7 +203,7 @@ def _apply(
 
 def _wish(plan: DraftPlan, request: DraftRequest) -> list[Any]:
     """What shapes a law travels only where nodes are drawn by it."""
-    params = {name: getattr(request.params, name) for name in _LAW} if plan.sampled == "mixed" else None
+    params = {name: getattr(request.params, name) for name in LAW_FIELDS} if plan.sampled == "mixed" else None
     return [request.request_id, request.last_token, request.max_nodes, request.max_depth, params]
 
 

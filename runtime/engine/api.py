@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from flexspec.errors import RequestError
 from flexspec.sampling import SamplingParams
 
 
@@ -41,6 +42,18 @@ class Delta:
     finish_reason: str | None = None
     stats: RequestStats = field(default_factory=RequestStats)
     error: str | None = None
+
+
+def check_prompt_ids(prompt_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise RequestError for a prompt without tokens, or with one that the model does not have."""
+    if not prompt_ids:
+        raise RequestError("a prompt of 0 tokens", "at least one token", "send some text", param="prompt")
+    wrong = next((token for token in prompt_ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise RequestError(
+            f"token id {wrong!r:.40} in the prompt", f"ids from 0 to {vocab_size - 1}", "use the model's own tokenizer",
+            param="prompt",
+        )  # fmt: skip
 
 
 OnDelta = Callable[[Delta], None]

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.draft_plan import WorstCase
-from flexspec.errors import CapacityError, QueueFullError, RequestError
+from flexspec.errors import CapacityError, QueueFullError
 from flexspec.kv_slots import request_slots
-from flexspec.runtime.engine.api import OnDelta
+from flexspec.runtime.engine.api import OnDelta, check_prompt_ids
 from flexspec.runtime.engine.sequence import Detokenizer
 from flexspec.runtime.engine.sequence import Sequence as TokenSequence
 from flexspec.runtime.executors.pages import PageAllocator
@@ -114,16 +114,7 @@ class Scheduler:
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
         """Raise RequestError or CapacityError for a request that can never run; needs no lock."""
-        if not prompt_ids:
-            raise RequestError("an empty prompt", "at least one token", "send some text", param="prompt")
-        wrong = [token for token in prompt_ids if not 0 <= token < vocab_size]
-        if wrong:
-            raise RequestError(
-                f"token id {wrong[0]} in the prompt",
-                f"ids from 0 to {vocab_size - 1}",
-                "use the model's own tokenizer",
-                param="prompt",
-            )
+        check_prompt_ids(prompt_ids, vocab_size)
         if len(prompt_ids) >= self.limits.context_tokens:
             raise CapacityError(
                 f"a prompt of {len(prompt_ids)} tokens",

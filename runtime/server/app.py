@@ -33,7 +33,7 @@ from flexspec.runtime.server.requests import (
     ChatBody,
     ChatRenderer,
     CompletionBody,
-    Limits,
+    ServerLimits,
     Tokenizer,
     read_chat,
     read_completion,
@@ -49,7 +49,7 @@ def create_app(
     chat: ChatRenderer | None,
     model_name: str,
     metrics: Metrics,
-    limits: Limits,
+    limits: ServerLimits,
 ) -> FastAPI:
     """The application over an engine; ``chat`` None for a model without a chat template.
 
@@ -73,7 +73,7 @@ def create_app(
 class _Desk:
     """Takes a request in: body, model name, parameters; gives the answer that will run it."""
 
-    def __init__(self, engine: EngineClient, model_name: str, limits: Limits, drain: Drain) -> None:
+    def __init__(self, engine: EngineClient, model_name: str, limits: ServerLimits, drain: Drain) -> None:
         self._engine = engine
         self._model_name = model_name
         self._limits = limits
@@ -134,7 +134,7 @@ def _add_models(app: FastAPI, model_name: str) -> None:
     app.add_api_route("/v1/models/{name:path}", model, methods=["GET"])
 
 
-def _add_watching(app: FastAPI, engine: EngineClient, metrics: Metrics, limits: Limits) -> None:
+def _add_watching(app: FastAPI, engine: EngineClient, metrics: Metrics, limits: ServerLimits) -> None:
     async def health() -> Response:
         load, age_s = engine.load(), engine.last_step_age_s()
         stalled = load.running + load.queued > 0 and age_s > limits.stall_s

@@ -46,7 +46,8 @@ def failure_of(error: FlexspecError, prompt_param: str = "prompt") -> Failure:
         case UnsupportedError():
             return Failure(400, message, param=error.param, code="unsupported_parameter")
         case RequestError():
-            return Failure(400, message, param=error.param, code="invalid_value")
+            param = prompt_param if error.param == "prompt" else error.param  # the engine knows no chats
+            return Failure(400, message, param=param, code="invalid_value")
         case QueueFullError():
             wait = {"Retry-After": str(error.retry_after_s)}
             return Failure(503, message, _SERVER, code="queue_full", headers=wait)

@@ -1,8 +1,8 @@
 """Bodies of the two generating endpoints, checked and turned into engine requests.
 
-Owns which parameters are offered, their types and their defaults. Ranges are SamplingParams' business; what is not
-offered is refusals.py's. The default temperature is 1.0, as OpenAI's, not the engine's 0.0: a client that leaves it out
-gets what it gets elsewhere.
+Owns which parameters are offered, their types and their defaults. Ranges are SamplingParams' business, token ids and
+lengths the engine's; what is not offered is refusals.py's. The default temperature is 1.0, as OpenAI's, not the
+engine's 0.0: a client that leaves it out gets what it gets elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from flexspec.errors import RequestError, TokenizerError
 from flexspec.runtime.server.messages import parse_messages, refuse_unencodable
 from flexspec.runtime.server.refusals import CHAT_NEUTRAL, TEXT_NEUTRAL, UnsupportedError, refuse_others, shown
-from flexspec.sampling import SamplingParams
+from flexspec.sampling import SamplingParams, sampling_fields
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat answer may use the rest of the context
 _SEED_SPAN = 2**64
@@ -35,18 +35,14 @@ class ChatRenderer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the server accepts. ``default_max_tokens`` None lets a chat answer use the rest of the context.
+class ServerLimits:
+    """What the server accepts."""
 
-    ``stall_s``: with work pending, a last step older than this makes /health say 503.
-    """
-
-    context_tokens: int
-    vocab_size: int
-    default_max_tokens: int | None = None
-    max_choices: int = 128
+    context_tokens: int  # prompt and answer together
+    default_max_tokens: int | None = None  # of a chat answer; None: the rest of the context
+    max_choices: int = 128  # of one HTTP request
     max_body_bytes: int = 8 << 20
-    stall_s: float = 60.0
+    stall_s: float = 60.0  # with work pending, a last step older than this makes /health say 503
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +75,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerateBody(BaseModel):
-    """Parameters of both endpoints."""
+    """Parameters of both endpoints; every field of SamplingParams is one, with HTTP's own defaults."""
 
     model_config = ConfigDict(strict=True)
     model: str
@@ -113,7 +109,7 @@ class CompletionBody(GenerateBody):
 Body = TypeVar("Body", bound=GenerateBody)
 
 
-def read_chat(body: Mapping[str, object], tokenizer: Tokenizer, chat: ChatRenderer | None, limits: Limits) -> Ask:
+def read_chat(body: Mapping[str, object], tokenizer: Tokenizer, chat: ChatRenderer | None, limits: ServerLimits) -> Ask:
     """Check a chat body and tokenize it. Raises RequestError with the parameter's name.
 
     ``chat`` None: the model has no chat template, and every chat is refused.
@@ -130,7 +126,7 @@ def read_chat(body: Mapping[str, object], tokenizer: Tokenizer, chat: ChatRender
         raise RequestError(error.found, error.expected, error.fix, param="messages") from error
     # BOS exactly once: some templates write it, others leave it to the tokenizer, which adds it only where it lacks. A
     # second one would shift the whole prompt (vllm#9519).
-    prompt = _checked_ids(tokenizer.encode(text, True), "messages", limits)
+    prompt = tokenizer.encode(text, True)
     name = "max_tokens"
     max_tokens = asked.max_tokens
     if asked.max_completion_tokens is not None:
@@ -146,7 +142,7 @@ def read_chat(body: Mapping[str, object], tokenizer: Tokenizer, chat: ChatRender
     return _ask("chat", asked, [prompt], max_tokens, name, limits)
 
 
-def read_completion(body: Mapping[str, object], tokenizer: Tokenizer, limits: Limits) -> Ask:
+def read_completion(body: Mapping[str, object], tokenizer: Tokenizer, limits: ServerLimits) -> Ask:
     """Check a completion body and tokenize it. Raises RequestError with the parameter's name."""
     asked = _validate(CompletionBody, body, TEXT_NEUTRAL)
     prompts = parse_prompts(asked.prompt, lambda text: tokenizer.encode(text, True), limits)
@@ -154,7 +150,7 @@ def read_completion(body: Mapping[str, object], tokenizer: Tokenizer, limits: Li
     return _ask("text", asked, prompts, max_tokens, "max_tokens", limits)
 
 
-def parse_prompts(prompt: object, encode: Callable[[str], list[int]], limits: Limits) -> list[list[int]]:
+def parse_prompts(prompt: object, encode: Callable[[str], list[int]], limits: ServerLimits) -> list[list[int]]:
     """Token ids of each prompt; accepts a string, strings, token ids, lists of token ids. Raises RequestError."""
     if isinstance(prompt, str):
         prompts: list[object] = [prompt]
@@ -173,9 +169,9 @@ def parse_prompts(prompt: object, encode: Callable[[str], list[int]], limits: Li
     for item in prompts:
         if isinstance(item, str) and kind is str:
             refuse_unencodable(item, "prompt")
-            found.append(_checked_ids(encode(item), "prompt", limits))
+            found.append(encode(item))
         elif isinstance(item, list) and kind is list and all(type(token) is int for token in item):
-            found.append(_checked_ids(item, "prompt", limits))
+            found.append(item)
         else:
             raise _bad_prompt(prompt)
     return found
@@ -188,25 +184,13 @@ def _bad_prompt(prompt: object) -> RequestError:
     )  # fmt: skip
 
 
-def _checked_ids(ids: list[int], param: str, limits: Limits) -> list[int]:
-    if not ids:
-        raise RequestError("a prompt of 0 tokens", "at least one token", f"send text in {param}", param=param)
-    low, high = min(ids), max(ids)
-    if low < 0 or high >= limits.vocab_size:
-        raise RequestError(
-            f"token id {shown(low if low < 0 else high)}", f"ids from 0 to {limits.vocab_size - 1}",
-            "use this model's tokenizer", param=param,
-        )  # fmt: skip
-    return ids
-
-
 def _ask(
     kind: Literal["chat", "text"],
     asked: GenerateBody,
     prompts: list[list[int]],
     max_tokens: int,
     max_tokens_name: str,
-    limits: Limits,
+    limits: ServerLimits,
 ) -> Ask:
     if len(prompts) * asked.n > limits.max_choices:
         raise RequestError(
@@ -236,14 +220,12 @@ def _params(asked: GenerateBody, max_tokens: int, max_tokens_name: str, nth: int
         seed -= _SEED_SPAN
     try:
         return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            min_p=asked.min_p,
-            seed=None if seed is None else seed + nth,
-            stop=stop,
-            ignore_eos=asked.ignore_eos,
+            **{
+                **{name: getattr(asked, name) for name in sampling_fields()},
+                "max_tokens": max_tokens,
+                "seed": None if seed is None else seed + nth,
+                "stop": stop,
+            }
         )
     except RequestError as error:
         if error.param == "max_tokens" != max_tokens_name:

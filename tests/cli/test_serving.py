@@ -21,7 +21,7 @@ from flexspec.runtime.open.engine import open_engine
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.runtime.server.app import create_app
 from flexspec.runtime.server.metrics import Metrics
-from flexspec.runtime.server.requests import Limits
+from flexspec.runtime.server.requests import ServerLimits
 from flexspec.sampling import SamplingParams
 
 TIMEOUT_S = 120.0
@@ -151,7 +151,7 @@ def test_a_model_without_a_chat_template_completes_and_says_why_it_cannot_chat(a
     served = open_engine(artifact, ServeOptions(threads=1, measure=False))
     thread = EngineThread(served.engine)
     metrics = Metrics(CollectorRegistry())
-    app = create_app(served.engine, served.tokenizer, None, "tiny", metrics, Limits(served.context_tokens, 268))
+    app = create_app(served.engine, served.tokenizer, None, "tiny", metrics, ServerLimits(served.context_tokens))
 
     async def ask() -> tuple[httpx.Response, httpx.Response]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:

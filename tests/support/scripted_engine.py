@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from flexspec.runtime.engine.api import Delta, EngineLoad, OnDelta, RequestStats
+from flexspec.runtime.engine.api import Delta, EngineLoad, OnDelta, RequestStats, check_prompt_ids
 from flexspec.sampling import SamplingParams
 
 BOS = 256
@@ -59,6 +59,7 @@ class ScriptedEngine:
         self._thread.start()
 
     def submit(self, prompt_ids: list[int], params: SamplingParams, on_delta: OnDelta) -> int:
+        check_prompt_ids(prompt_ids, BOS + 1)
         with self._changed:
             if self.refusal is not None and len(self.submitted) >= self.refuse_after:
                 raise self.refusal

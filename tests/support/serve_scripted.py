@@ -15,7 +15,7 @@ from scripted_engine import ByteTokenizer, PlainChat, Script, ScriptedEngine
 from flexspec.runtime.server.app import create_app
 from flexspec.runtime.server.listen import reserve_port
 from flexspec.runtime.server.metrics import Metrics
-from flexspec.runtime.server.requests import Limits
+from flexspec.runtime.server.requests import ServerLimits
 from flexspec.runtime.server.serve import serve
 
 
@@ -28,7 +28,7 @@ def main(grace_s: float) -> int:
             engine.allow(int(line))
 
     threading.Thread(target=feed, daemon=True).start()
-    limits = Limits(context_tokens=512, vocab_size=257)
+    limits = ServerLimits(context_tokens=512)
     app = create_app(engine, ByteTokenizer(), PlainChat(), "m", Metrics(CollectorRegistry()), limits)
     listener = reserve_port("127.0.0.1", 0)
     port = listener.getsockname()[1]

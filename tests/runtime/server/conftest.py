@@ -13,15 +13,15 @@ from scripted_engine import ByteTokenizer, PlainChat, ScriptedEngine
 from flexspec.runtime.server.app import create_app
 from flexspec.runtime.server.listen import reserve_port
 from flexspec.runtime.server.metrics import Metrics
-from flexspec.runtime.server.requests import Limits
+from flexspec.runtime.server.requests import ServerLimits
 from flexspec.runtime.server.serve import HttpServer
 
 MODEL = "tiny/scripted"
 
 
 @pytest.fixture
-def limits() -> Limits:
-    return Limits(context_tokens=512, vocab_size=257, max_choices=16, max_body_bytes=100_000)
+def limits() -> ServerLimits:
+    return ServerLimits(context_tokens=512, max_choices=16, max_body_bytes=100_000)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture
-def make_app(metrics: Metrics, limits: Limits) -> Callable[[ScriptedEngine], FastAPI]:
+def make_app(metrics: Metrics, limits: ServerLimits) -> Callable[[ScriptedEngine], FastAPI]:
     return lambda engine: create_app(engine, ByteTokenizer(), PlainChat(), MODEL, metrics, limits)
 
 

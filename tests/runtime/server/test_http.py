@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_engine import ScriptedEngine
 
 from flexspec.errors import CapacityError, EngineError, QueueFullError, RequestError, WeightError
-from flexspec.runtime.server.requests import Limits
+from flexspec.runtime.server.requests import ServerLimits
 from flexspec.sampling import SamplingParams
 
 MakeApp = Callable[[ScriptedEngine], FastAPI]
@@ -52,6 +52,23 @@ def test_a_chat_answer_has_openais_shape(engine: ScriptedEngine, make_app: MakeA
     message = {"role": "assistant", "content": "Hello", "refusal": None}
     assert answer["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
     assert answer["usage"]["flexspec"]["tokens_per_round"] is None  # one token, from the prefill
+
+
+@pytest.mark.parametrize("prompt", [[[]], [[97], []], [-1], [257], [10**30]], ids=repr)
+def test_token_ids_are_the_engines_to_check(engine: ScriptedEngine, make_app: MakeApp, prompt: Any) -> None:
+    """Whatever was submitted before the bad one is cancelled."""
+    answer = call(make_app(engine), "POST", TEXT, json={**ASK, "prompt": prompt})
+    assert answer.status_code == 400
+    assert (error_of(answer)["param"], error_of(answer)["code"]) == ("prompt", "invalid_value")
+    engine.wait_until(engine.idle)
+    assert len(engine.cancelled) == len(engine.submitted)
+
+
+def test_a_chat_that_the_engine_refuses_names_its_messages(engine: ScriptedEngine, make_app: MakeApp) -> None:
+    engine.refusal = RequestError("x", "y", "z", param="prompt")
+    body = {"model": "tiny/scripted", "messages": [{"role": "user", "content": "go"}]}
+    answer = call(make_app(engine), "POST", CHAT, json=body)
+    assert answer.status_code == 400 and error_of(answer)["param"] == "messages"
 
 
 REFUSALS: list[tuple[Exception, int, str | None, str]] = [
@@ -92,7 +109,7 @@ def test_bodies_that_are_no_json_objects(data: bytes, engine: ScriptedEngine, ma
     assert response.status_code == 400 and error_of(response)["code"] == "invalid_value"
 
 
-def test_a_body_too_large_is_refused(engine: ScriptedEngine, make_app: MakeApp, limits: Limits) -> None:
+def test_a_body_too_large_is_refused(engine: ScriptedEngine, make_app: MakeApp, limits: ServerLimits) -> None:
     response = call(make_app(engine), "POST", TEXT, content=b" " * (limits.max_body_bytes + 1))
     assert response.status_code == 413 and error_of(response)["code"] == "body_too_large"
 
@@ -127,7 +144,7 @@ def test_the_model_list_and_the_schema(engine: ScriptedEngine, make_app: MakeApp
 
 
 def test_health_follows_the_engine(
-    engine: ScriptedEngine, gated_engine: ScriptedEngine, make_app: MakeApp, limits: Limits
+    engine: ScriptedEngine, gated_engine: ScriptedEngine, make_app: MakeApp, limits: ServerLimits
 ) -> None:
     idle = call(make_app(engine), "GET", "/health")
     assert idle.status_code == 200

@@ -9,21 +9,21 @@ from scripted_engine import BOS, ByteTokenizer, PlainChat
 
 from flexspec.errors import RequestError, TokenizerError
 from flexspec.runtime.server.refusals import CHAT_NEUTRAL, MESSAGE_NEUTRAL, TEXT_NEUTRAL, UnsupportedError
-from flexspec.runtime.server.requests import Ask, Limits, read_chat, read_completion
-from flexspec.sampling import SamplingParams
+from flexspec.runtime.server.requests import Ask, GenerateBody, ServerLimits, read_chat, read_completion
+from flexspec.sampling import SamplingParams, sampling_fields
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def chat(limits: Limits, **body: Any) -> Ask:
+def chat(limits: ServerLimits, **body: Any) -> Ask:
     return read_chat({"model": "m", "messages": HELLO, **body}, ByteTokenizer(), PlainChat(), limits)
 
 
-def text(limits: Limits, **body: Any) -> Ask:
+def text(limits: ServerLimits, **body: Any) -> Ask:
     return read_completion({"model": "m", "prompt": "hello", **body}, ByteTokenizer(), limits)
 
 
-def refused(call: Any, limits: Limits, **body: Any) -> RequestError:
+def refused(call: Any, limits: ServerLimits, **body: Any) -> RequestError:
     with pytest.raises(RequestError) as caught:
         call(limits, **body)
     return caught.value
@@ -48,9 +48,18 @@ OFFERED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+def test_every_sampling_parameter_is_offered() -> None:
+    assert (
+        {name for body, _ in OFFERED for name in body}
+        >= set(sampling_fields())
+        == set(OUT_OF_RANGE) & set(sampling_fields())
+    )
+    assert set(sampling_fields()) <= set(GenerateBody.model_fields)
+
+
 @pytest.mark.parametrize(("body", "wanted"), OFFERED, ids=str)
 @pytest.mark.parametrize("call", [chat, text])
-def test_offered_parameters_reach_the_engine(call: Any, body: Any, wanted: Any, limits: Limits) -> None:
+def test_offered_parameters_reach_the_engine(call: Any, body: Any, wanted: Any, limits: ServerLimits) -> None:
     ask = call(limits, **body)
     defaults: dict[str, Any] = {"temperature": 1.0, "max_tokens": 16}
     if call is chat:
@@ -76,7 +85,7 @@ OUT_OF_RANGE = {
 
 @pytest.mark.parametrize(("name", "value"), [(k, v) for k, values in OUT_OF_RANGE.items() for v in values], ids=repr)
 @pytest.mark.parametrize("call", [chat, text])
-def test_bad_values_are_refused_by_name(call: Any, name: str, value: Any, limits: Limits) -> None:
+def test_bad_values_are_refused_by_name(call: Any, name: str, value: Any, limits: ServerLimits) -> None:
     error = refused(call, limits, **{name: value})
     assert error.param == name
     assert name in str(error)
@@ -84,7 +93,7 @@ def test_bad_values_are_refused_by_name(call: Any, name: str, value: Any, limits
 
 @pytest.mark.parametrize("call", [chat, text])
 def test_every_parameter_that_is_not_offered_is_refused_and_its_neutral_values_are_not(
-    call: Any, limits: Limits
+    call: Any, limits: ServerLimits
 ) -> None:
     table = CHAT_NEUTRAL if call is chat else TEXT_NEUTRAL
     for name, neutral in table.items():
@@ -94,27 +103,27 @@ def test_every_parameter_that_is_not_offered_is_refused_and_its_neutral_values_a
         assert isinstance(error, UnsupportedError) and error.param == name
 
 
-def test_logprobs_zero_asks_for_something_although_it_equals_false(limits: Limits) -> None:
+def test_logprobs_zero_asks_for_something_although_it_equals_false(limits: ServerLimits) -> None:
     assert text(limits, logprobs=False).samples
     assert refused(text, limits, logprobs=0).param == "logprobs"
     assert refused(text, limits, echo=True).param == "echo"
 
 
 @pytest.mark.parametrize("call", [chat, text])
-def test_unknown_names_are_refused_even_when_null(call: Any, limits: Limits) -> None:
+def test_unknown_names_are_refused_even_when_null(call: Any, limits: ServerLimits) -> None:
     error = refused(call, limits, temprature=None)
     assert isinstance(error, UnsupportedError) and error.param == "temprature"
     assert refused(call, limits, stream=True, stream_options={"other": 1}).param == "stream_options.other"
 
 
-def test_missing_parameters_are_named(limits: Limits) -> None:
+def test_missing_parameters_are_named(limits: ServerLimits) -> None:
     for body, name in (({"model": "m"}, "messages"), ({"messages": HELLO}, "model")):
         with pytest.raises(RequestError) as caught:
             read_chat(body, ByteTokenizer(), PlainChat(), limits)
         assert caught.value.param == name
 
 
-def test_max_completion_tokens_is_max_tokens_under_its_new_name(limits: Limits) -> None:
+def test_max_completion_tokens_is_max_tokens_under_its_new_name(limits: ServerLimits) -> None:
     assert chat(limits, max_completion_tokens=5).samples[0].params.max_tokens == 5
     assert chat(limits, max_completion_tokens=5, max_tokens=5).samples[0].params.max_tokens == 5
     assert refused(chat, limits, max_completion_tokens=5, max_tokens=6).param == "max_completion_tokens"
@@ -123,8 +132,8 @@ def test_max_completion_tokens_is_max_tokens_under_its_new_name(limits: Limits) 
     assert refused(text, limits, max_completion_tokens=5).param == "max_completion_tokens"
 
 
-def test_the_default_length_of_a_chat_answer_can_be_capped(limits: Limits) -> None:
-    capped = Limits(limits.context_tokens, limits.vocab_size, default_max_tokens=40)
+def test_the_default_length_of_a_chat_answer_can_be_capped(limits: ServerLimits) -> None:
+    capped = ServerLimits(limits.context_tokens, default_max_tokens=40)
     assert chat(capped).samples[0].params.max_tokens == 40
     assert chat(capped, max_tokens=50).samples[0].params.max_tokens == 50
     long = [{"role": "user", "content": "x" * 2 * limits.context_tokens}]
@@ -134,7 +143,7 @@ def test_the_default_length_of_a_chat_answer_can_be_capped(limits: Limits) -> No
 
 
 @pytest.mark.parametrize("written", ["", "<bos>"], ids=["by the tokenizer", "by the template"])
-def test_bos_stands_once_whoever_writes_it(written: str, limits: Limits) -> None:
+def test_bos_stands_once_whoever_writes_it(written: str, limits: ServerLimits) -> None:
     ask = read_chat({"model": "m", "messages": HELLO}, ByteTokenizer(), PlainChat(written), limits)
     assert ask.samples[0].prompt_ids == [BOS, *b"<user>hello\n<assistant>"]
     assert text(limits).samples[0].prompt_ids == [BOS, *b"hello"]
@@ -151,7 +160,7 @@ PROMPTS: list[tuple[Any, list[list[int]]]] = [
 
 
 @pytest.mark.parametrize(("prompt", "ids"), PROMPTS, ids=repr)
-def test_the_four_kinds_of_prompt(prompt: Any, ids: list[list[int]], limits: Limits) -> None:
+def test_the_four_kinds_of_prompt(prompt: Any, ids: list[list[int]], limits: ServerLimits) -> None:
     ask = text(limits, prompt=prompt)
     assert [sample.prompt_ids for sample in ask.samples] == ids
     assert ask.prompt_tokens == sum(map(len, ids))
@@ -159,25 +168,14 @@ def test_the_four_kinds_of_prompt(prompt: Any, ids: list[list[int]], limits: Lim
 
 @pytest.mark.parametrize(
     "prompt",
-    [None, [], [[]], [[97], []], 3, {"a": 1}, ["a", 1], [1, "a"], [[1], 2], [True], [[1.0]], [-1], [257], [10**30],
-     "\ud83d", ["a"] * 17],
+    [None, [], 3, {"a": 1}, ["a", 1], [1, "a"], [[1], 2], [True], [[1.0]], "\ud83d", ["a"] * 17],
     ids=repr,
 )  # fmt: skip
-def test_bad_prompts_are_refused(prompt: Any, limits: Limits) -> None:
+def test_bad_prompts_are_refused(prompt: Any, limits: ServerLimits) -> None:
     assert refused(text, limits, prompt=prompt).param == "prompt"
 
 
-def test_an_empty_prompt_without_bos_is_refused(limits: Limits) -> None:
-    class NoBos(ByteTokenizer):
-        def encode(self, text: str, add_special: bool) -> list[int]:
-            return super().encode(text, False)
-
-    with pytest.raises(RequestError, match="0 tokens") as caught:
-        read_completion({"model": "m", "prompt": ""}, NoBos(), limits)
-    assert caught.value.param == "prompt"
-
-
-def test_choices_of_several_prompts_are_numbered_and_seeded_alike(limits: Limits) -> None:
+def test_choices_of_several_prompts_are_numbered_and_seeded_alike(limits: ServerLimits) -> None:
     ask = text(limits, prompt=["a", "b"], n=3, seed=2**64 - 2)
     assert [sample.index for sample in ask.samples] == list(range(6))
     assert [sample.prompt_ids[-1] for sample in ask.samples] == [97] * 3 + [98] * 3
@@ -187,7 +185,7 @@ def test_choices_of_several_prompts_are_numbered_and_seeded_alike(limits: Limits
     assert refused(text, limits, prompt=["a", "b"], n=9).param == "n"
 
 
-def test_text_parts_are_joined_and_habits_of_clients_let_through(limits: Limits) -> None:
+def test_text_parts_are_joined_and_habits_of_clients_let_through(limits: ServerLimits) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     back = {"role": "assistant", "content": "yes", **dict.fromkeys(MESSAGE_NEUTRAL)}
     ask = chat(limits, messages=[{"role": "system", "content": parts}, back])
@@ -217,11 +215,11 @@ MESSAGES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("messages", "param"), MESSAGES, ids=repr)
-def test_bad_messages_are_refused_by_their_place(messages: Any, param: str, limits: Limits) -> None:
+def test_bad_messages_are_refused_by_their_place(messages: Any, param: str, limits: ServerLimits) -> None:
     assert refused(chat, limits, messages=messages).param == param
 
 
-def test_a_template_that_refuses_the_chat_is_the_requests_fault(limits: Limits) -> None:
+def test_a_template_that_refuses_the_chat_is_the_requests_fault(limits: ServerLimits) -> None:
     class Strict(PlainChat):
         def render(self, messages: list[dict[str, str]]) -> str:
             raise TokenizerError("two user messages in a row", "alternating roles", "merge them")
@@ -231,7 +229,7 @@ def test_a_template_that_refuses_the_chat_is_the_requests_fault(limits: Limits) 
     assert caught.value.param == "messages"
 
 
-def test_a_model_without_a_template_has_no_chat(limits: Limits) -> None:
+def test_a_model_without_a_template_has_no_chat(limits: ServerLimits) -> None:
     with pytest.raises(RequestError, match="/v1/completions") as caught:
         read_chat({"model": "m", "messages": HELLO}, ByteTokenizer(), None, limits)
     assert caught.value.param == "messages"

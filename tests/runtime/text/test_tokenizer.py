@@ -14,7 +14,7 @@ from tiny_models import byte_alphabet, byte_level_tokens, random_weights, senten
 
 from flexspec.compiler.frontends.open_model import LoadedModel, open_model
 from flexspec.errors import FlexspecError, RequestError, TokenizerError
-from flexspec.runtime.server.requests import Limits, read_chat
+from flexspec.runtime.server.requests import ServerLimits, read_chat
 from flexspec.runtime.text.chat import ChatRenderer
 from flexspec.runtime.text.tokenizer import Detokenizer, Tokenizer
 
@@ -102,9 +102,9 @@ def test_a_chat_prompt_has_one_bos_whether_or_not_the_template_writes_it(
     """The server's own path, over a real template and a tokenizer that adds BOS."""
     template = "{{ bos_token }}" * writes_bos + "{% for m in messages %}{{ m.content }}{% endfor %}"
     body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
-    ask = read_chat(body, both["llama"], ChatRenderer(template, {"bos_token": "<s>"}), Limits(256, 400))
+    ask = read_chat(body, both["llama"], ChatRenderer(template, {"bos_token": "<s>"}), ServerLimits(256))
     assert ask.samples[0].prompt_ids == [1, both["llama"].token_id("▁hello")]
-    without = read_chat(body, both["gpt2"], ChatRenderer("{{ messages[0].content }}", {}), Limits(256, 400))
+    without = read_chat(body, both["gpt2"], ChatRenderer("{{ messages[0].content }}", {}), ServerLimits(256))
     assert without.samples[0].prompt_ids == [both["gpt2"].token_id("hello")]  # a tokenizer that adds none gets none
 
 

@@ -1,0 +1,73 @@
+"""A sampling parameter is recorded once, and every part that must know of it does."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexspec.cli.main import build_parser
+from flexspec.cli.sampling_options import sampling_params
+from flexspec.errors import RequestError
+from flexspec.runtime.acceptance.transforms import target_law
+from flexspec.sampling import LAW_FIELDS, SamplingParams, sampling_fields
+from repository import ROOT
+
+NAMES = [field.name for field in fields(SamplingParams)]
+BASE = SamplingParams(temperature=1.0)
+# A value of each parameter that is not BASE's, and the same as words of the command line.
+OTHERS: dict[str, tuple[Any, list[str]]] = {
+    "max_tokens": (5, ["--max-tokens", "5"]),
+    "temperature": (0.5, ["--temperature", "0.5"]),
+    "top_p": (0.5, ["--top-p", "0.5"]),
+    "top_k": (2, ["--top-k", "2"]),
+    "min_p": (0.5, ["--min-p", "0.5"]),
+    "seed": (-3, ["--seed", "-3"]),
+    "stop": (("a", "b"), ["--stop", "a", "--stop", "b"]),
+    "ignore_eos": (True, ["--ignore-eos"]),
+}
+
+
+def test_this_table_has_every_parameter() -> None:
+    assert set(OTHERS) == set(NAMES) == set(sampling_fields())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generate_has_an_option_for_it(name: str) -> None:
+    value, words = OTHERS[name]
+    command = ["generate", "x.fspec", "-p", "hello"]
+    parser = build_parser("generate")
+    assert sampling_params(parser.parse_args([*command, *words])) == replace(SamplingParams(), **{name: value})
+    assert sampling_params(parser.parse_args(command)) == SamplingParams(), "one call must not change another's default"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_of_the_http_interface_names_it(name: str) -> None:
+    table = (ROOT / "docs/http.md").read_text().split("## Parameters")[1].split("\n## ")[0]
+    assert f"`{name}`" in table
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_shapes_the_law_is_what_travels_to_ranks_that_draw_by_it(name: str) -> None:
+    logits = np.array([3.0, 2.5, 1.0, 0.0, -2.0], np.float32)
+    changed = replace(BASE, **{name: OTHERS[name][0]})
+    changes = not np.array_equal(target_law(logits, BASE), target_law(logits, changed))
+    assert (changes or name == "seed") == (name in LAW_FIELDS)  # a seed decides what is drawn by the law
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_tokens", 0), ("max_tokens", 2.0), ("max_tokens", "2"), ("top_k", True), ("temperature", float("nan")),
+     ("temperature", None), ("seed", 1.5), ("seed", 2**64), ("stop", ("",)), ("stop", ["x"] * 17)],
+)  # fmt: skip
+def test_values_out_of_range_or_of_another_type_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(("given", "kept"), [("end", ("end",)), (["a", "b"], ("a", "b")), ((), ())])
+def test_stop_is_one_text_or_several(given: Any, kept: tuple[str, ...]) -> None:
+    assert SamplingParams(stop=given).stop == kept
