@@ -66,16 +66,6 @@ class Artifact:
         except OSError as error:
             raise _unreadable(self.root, name, error, self._fix()) from None
 
-    def require_target(self, target: str) -> None:
-        """Raises ArtifactError unless the artifact has kernels for ``target``."""
-        if target not in self.manifest.targets:
-            built = ", ".join(self.manifest.targets) or "no target"
-            raise ArtifactError(
-                f"{self.root.name} was built for {built}",
-                f"kernels for {target}",
-                f"rebuild it on, or for, that machine: {self.manifest.rebuild}",
-            )
-
     def _fix(self) -> str:
         return f"rebuild it: {self.manifest.rebuild}"
 

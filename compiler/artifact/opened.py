@@ -19,6 +19,7 @@ from flexspec.compiler.artifact.rank_record import RankRecord, ranks_from_json
 from flexspec.compiler.artifact.tensor_file import AnyArray
 from flexspec.errors import ArtifactError
 from flexspec.graph import Graph
+from flexspec.step_sizes import step_sizes
 from flexspec.text import parse_graph
 from flexspec.types import Role
 from flexspec.verifier import verify
@@ -88,6 +89,7 @@ class OpenedArtifact:
                 ) from None
             graph = parse_graph(text)
             verify(graph)
+            self._check_sizes(name, graph)
             self._graphs[name] = graph
         return self._graphs[name]
 
@@ -126,6 +128,17 @@ class OpenedArtifact:
         if missing is not None:
             raise ArtifactError(f"{self.name}: no tensor {missing} for {name}", "every weight of its program", self.fix)
         return [files[file][tensor] for file, tensor in wanted]
+
+    def _check_sizes(self, name: str, graph: Graph) -> None:
+        """What the record says of a model is what its graph has: drafters and pools are sized by the record."""
+        part = next((part for part in self.record.models if part.name == name), None)
+        if part is None:
+            return
+        sizes = step_sizes(graph)
+        found = (sizes.outputs, sizes.id_rows, sizes.feature_columns, sizes.reads_features)
+        recorded = (part.outputs, part.vocab_size, part.feature_columns, part.reads_features)
+        if found != recorded or part.max_positions > sizes.max_positions:
+            raise ArtifactError(f"{layout.MODELS} tells other sizes of {name} than its graph", f"{sizes}", self.fix)
 
     def _rank(self, name: str) -> RankRecord | None:
         return next((record for record in self.ranks if layout.rank_name(record.rank) == name), None)

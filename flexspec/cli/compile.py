@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--isa",
         action="append",
         default=[],
-        help="CPU instruction sets: amx, avx512, avx2, generic (default: all here)",
+        help="CPU instruction sets: amx, avx512, avx2, generic (default: all here), or none: an artifact for --target "
+        "alone, which needs no C++ compiler",
     )
     parser.add_argument(
         "--draft",
@@ -54,14 +55,11 @@ def run(args: argparse.Namespace) -> int:
     from flexspec.compiler.planner.plan_file import read_plan
     from flexspec.draft_plan import DraftLadder, DraftPlan, default_draft
     from flexspec.errors import CompileError
-    from flexspec.kernels.cpu.build import ISA_FLAGS
     from flexspec.kernels.package.compile_model import CompileOptions, compile_model
     from flexspec.types import DType
 
-    targets, isas = _split(args.target), _split(args.isa)
-    unknown = [isa for isa in isas if isa not in ISA_FLAGS]
-    if unknown:
-        raise CompileError(f"--isa {unknown[0]}", f"one of {', '.join(ISA_FLAGS)}", "correct the name")
+    targets = _split(args.target)
+    isas = _isas(_split(args.isa))
     if not 1 <= args.max_tree <= 512:
         raise CompileError(f"--max-tree {args.max_tree}", "1 to 512 nodes", "choose a size in that range")
     draft = DraftPlan.parse(args.draft) if args.draft else default_draft(len(args.ssm))
@@ -81,6 +79,20 @@ def run(args: argparse.Namespace) -> int:
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     print(f"{path}: {size / 1e6:.0f} MB, draft plan {draft}")
     return 0
+
+
+def _isas(names: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Instruction sets as CompileOptions takes them. Raises CompileError for a name of none."""
+    from flexspec.errors import CompileError
+    from flexspec.kernels.cpu.build import ISA_FLAGS
+
+    if names == ("none",):
+        return ()
+    unknown = [name for name in names if name not in ISA_FLAGS]
+    if unknown:
+        known = f"one of {', '.join(ISA_FLAGS)}, or none alone"
+        raise CompileError(f"--isa {unknown[0]}", known, "correct the name")
+    return names or None
 
 
 def _split(values: list[str]) -> tuple[str, ...]:

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from flexspec.errors import ArtifactError
 from flexspec.graph import Graph
 from flexspec.kernels.cpu.exchange import first_id, split_logits
-from flexspec.kernels.cpu.facts import NO_LIMIT
 from flexspec.kernels.cpu.launch import CpuLibrary, Rows
 from flexspec.kernels.cpu.places import width
+from flexspec.step_sizes import NO_LIMIT
 
 _ROWS = 8
 _SEED = 20230516  # SpecInfer's first version, arXiv 2305.09781

@@ -7,10 +7,10 @@ from flexspec.graph import Node
 from flexspec.kernels.cpu.emitter import Emit, Emitter
 from flexspec.kernels.cpu.exchange import embedding_share, exchange, send
 from flexspec.kernels.cpu.experts import moe_experts, router
-from flexspec.kernels.cpu.places import Place, kernel_of, row_count
+from flexspec.kernels.cpu.places import Place, row_count
 from flexspec.kernels.expression import record_expression
 from flexspec.ops.linear import group_parts
-from flexspec.types import Role
+from flexspec.step_sizes import feature_outputs
 
 
 def _float(e: Emitter, name: str) -> str:
@@ -211,16 +211,15 @@ def view(e: Emitter, index: int, node: Node) -> None:
 
 def export_features(e: Emitter) -> None:
     """Copy the graph's feature outputs, side by side, to the caller's buffer."""
-    types = e.graph.types()
-    sent = {value.name for node in e.graph.nodes if kernel_of(node) == "send" for value in node.outputs}
-    names = [n for n in e.graph.outputs[1:] if types[n].role is Role.ACTIVATION and n not in sent]
+    names = feature_outputs(e.graph)
     total = sum(e.columns(name) for name in names)
+    column = 0
     if names:
         e.lines.append("    if (s.features_out) {")
     for name in names:
-        target = f"Rows<float>{{s.features_out + {e.feature_column}, {total}}}"
+        target = f"Rows<float>{{s.features_out + {column}, {total}}}"
         e.call(f"copy_rows<float, float>(c, tid, s.T, {e.columns(name)}, {_float(e, name)}, {target})")
-        e.feature_column += e.columns(name)
+        column += e.columns(name)
     if names:
         e.lines.append("    }")
 

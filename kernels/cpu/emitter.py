@@ -31,7 +31,6 @@ class Emitter:
     lines: list[str] = field(default_factory=list)
     row_local: bool = True  # everything since the last barrier only touched the thread's own rows
     layer_types: list[str] = field(default_factory=list)
-    feature_column: int = 0
 
     @property
     def elem(self) -> str:

@@ -118,14 +118,6 @@ def has_exchanges(graph: Graph) -> bool:
     return any(record_of(node).exchange for node in graph.nodes)
 
 
-def sends_only(graph: Graph) -> bool:
-    """True for the graph of a stage before the last: its outputs are what it sends, and caches."""
-    sent = {value.name for node in graph.nodes if kernel_of(node) == "send" for value in node.outputs}
-    types = graph.types()
-    given = all(name in sent or types[name].role is Role.KV for name in graph.outputs)
-    return has_exchanges(graph) and given
-
-
 def element_type(graph: Graph) -> DType:
     """The one dtype of weights and KV. Raises CompileError for a mix or a dtype without a CPU kernel."""
     kinds = {v.type.dtype for v in graph.inputs if v.type.role in (Role.WEIGHT, Role.KV)}

@@ -15,7 +15,8 @@ from flexspec.kernels.cpu.emitter import BARRIER, Emitter
 from flexspec.kernels.cpu.exchange import ENTRY, HELPERS, comment_of
 from flexspec.kernels.cpu.facts import SYMBOL, ProgramFacts, facts_of
 from flexspec.kernels.cpu.pack import PackedWeight
-from flexspec.kernels.cpu.places import Roots, element_type, has_exchanges, kernel_of, sends_only
+from flexspec.kernels.cpu.places import Roots, element_type, has_exchanges, kernel_of
+from flexspec.step_sizes import has_logits
 from flexspec.types import DType
 
 
@@ -31,7 +32,7 @@ class CpuProgram:
 
 def render(graph: Graph) -> CpuProgram:
     """The C++ program of a lowered graph. Raises CompileError for what no template covers."""
-    if not sends_only(graph):
+    if has_logits(graph):
         _check_logits(graph)
     e = Emitter(graph, Roots(graph), element_type(graph))
     for i, node in enumerate(graph.nodes):
@@ -71,7 +72,7 @@ def _finish(e: Emitter) -> CpuProgram:
         elem, _, kv_heads, size = e.layer_types[0].split(", ")
         kv = f"KvLayout<{elem}, {kv_heads}, {size}>"
     ranked = has_exchanges(e.graph)
-    facts = facts_of(e.graph, tuple(e.table), e.dtype, e.feature_column)
+    facts = facts_of(e.graph, tuple(e.table), e.dtype)
     source = PROGRAM.format(
         name=e.graph.name.rpartition(".rank")[0] if ranked else e.graph.name,
         hash="of a rank" if ranked else e.graph.hash(),

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.model_record import GpuRecord, PartRecord
 from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.errors import ArtifactError, CapacityError, ToolchainError
@@ -48,7 +47,6 @@ class GpuModels:
         memory is too small, ToolchainError where the kernels cannot run.
         """
         graph = self.artifact.graph(part.name)
-        self._check_sizes(part, graph)
         with _memory_for(part.name):
             return TritonExecutor(
                 graph, self.artifact.canonical_weights(part.name), pages, max_rows, TORCH_DEVICES[self.device],
@@ -71,14 +69,6 @@ class GpuModels:
             variant: read_packaged(variant, self.target, self.artifact.files.read_bytes)
             for variant in dict.fromkeys(variants)
         }
-
-    def _check_sizes(self, part: PartRecord, graph: Graph) -> None:
-        outputs = graph.types()[graph.outputs[0]].dims[-1]
-        if outputs != part.outputs:
-            raise ArtifactError(
-                f"{layout.MODELS} tells {part.outputs} outputs of {part.name}", f"its graph's {outputs}",
-                self.artifact.fix,
-            )  # fmt: skip
 
 
 @contextmanager

@@ -16,11 +16,13 @@ from flexspec.draft_plan import DraftLadder
 from flexspec.errors import ArtifactError, ToolchainError
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.cpu.check import seeded_digest
+from flexspec.kernels.cpu.exchange import split_logits
 from flexspec.runtime.executors.cpu import CpuExecutor
 from flexspec.runtime.executors.cpu_rank import CpuRank
 from flexspec.runtime.executors.step import Executor
 from flexspec.runtime.local_ranks import host_cores
 from flexspec.runtime.open.serve_options import ServeOptions
+from flexspec.step_sizes import step_sizes
 
 if TYPE_CHECKING:
     from flexspec.runtime.open.gpu import GpuModels
@@ -56,8 +58,11 @@ def choose_isa(artifact: OpenedArtifact) -> str:
     for isa in here:
         if layout.cpu_target(isa) in artifact.manifest.targets:
             return isa
-    artifact.files.require_target(layout.cpu_target(here[0]))
-    raise AssertionError("require_target raises for a target that is not there")
+    raise ArtifactError(
+        f"{artifact.name} was built for {', '.join(artifact.manifest.targets)}",
+        f"kernels for {layout.cpu_target(here[0])}",
+        f"rebuild it on, or for, that machine: {artifact.manifest.rebuild.replace(' --isa none', '')}",
+    )
 
 
 def open_cpu(artifact: OpenedArtifact, isa: str, part: PartRecord, options: ServeOptions) -> CpuExecutor:
@@ -70,14 +75,7 @@ def open_cpu(artifact: OpenedArtifact, isa: str, part: PartRecord, options: Serv
         max_rows=max(options.max_rows, options.max_requests),  # every request needs one
         threads=options.threads or default_threads(),
     )
-    facts = executor.facts
-    found = (facts.outputs, facts.id_rows, facts.feature_columns, facts.reads_features)
-    recorded = (part.outputs, part.vocab_size, part.feature_columns, part.reads_features)
-    if found != recorded or part.max_positions > facts.max_positions:
-        executor.close()
-        raise ArtifactError(
-            f"{layout.MODELS} tells other sizes of {part.name} than its program", f"{facts}", artifact.fix
-        )
+    _check_sizes(artifact, part.name, executor)
     return executor
 
 
@@ -85,7 +83,7 @@ def open_cpu_rank(artifact: OpenedArtifact, isa: str, rank: int, options: ServeO
     """A rank's part of the LLM on the CPU. Raises as ``open_cpu``."""
     name = layout.rank_name(rank)
     library, weights = _program(artifact, isa, name, options)
-    return CpuRank.built(
+    program = CpuRank.built(
         rank,
         artifact.graph(name),
         library,
@@ -94,6 +92,16 @@ def open_cpu_rank(artifact: OpenedArtifact, isa: str, rank: int, options: ServeO
         max_rows=max(options.max_rows, options.max_requests),
         threads=options.threads or default_threads(),
     )
+    _check_sizes(artifact, name, program)
+    return program
+
+
+def _check_sizes(artifact: OpenedArtifact, name: str, program: CpuExecutor | CpuRank) -> None:
+    """The program's own sizes, which its memory is laid out by, are those of the graph that the artifact says it is."""
+    sizes = step_sizes(split_logits(artifact.graph(name))[0])
+    if not program.facts.agrees_with(sizes):
+        program.close()
+        raise ArtifactError(f"the program of {name} has {program.facts}", f"{sizes}, as its graph", artifact.fix)
 
 
 def _program(

@@ -1,0 +1,50 @@
+"""What the artifact says of its models: from parts to the record. Sizes are those of the graphs, whatever runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flexspec.compiler.artifact.model_record import GpuRecord, ModelRecord, PartRecord
+from flexspec.kernels.package.parts import Part
+from flexspec.kernels.package.weight_store import Place
+from flexspec.step_sizes import step_sizes
+from flexspec.types import DType, Role
+
+
+def model_record(
+    parts: Sequence[Part], dtype: DType, packed: Mapping[str, tuple[Place, ...]], gpu: GpuRecord | None
+) -> ModelRecord:
+    """``packed``: by part, where the weights of its CPU program lie; empty without one."""
+    llm = parts[0].model
+    return ModelRecord(
+        name=llm.name,
+        source_hash=llm.source_hash,
+        dtype=dtype.value,
+        bos_id=llm.config.bos_id,
+        eos_ids=tuple(llm.config.eos_ids),
+        special_tokens=dict(llm.special_tokens),
+        models=tuple(_part_record(part, packed[part.name]) for part in parts),
+        gpu=gpu,
+    )
+
+
+def _part_record(part: Part, packed: tuple[Place, ...]) -> PartRecord:
+    config, sizes = part.model.config, step_sizes(part.lowered)
+    keep = part.model.fused.keep_ids if part.model.fused else None
+    return PartRecord(
+        name=part.name,
+        family=config.family,
+        graph_hash=part.graph.hash(),
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        outputs=sizes.outputs,
+        max_positions=config.max_positions,
+        feature_columns=sizes.feature_columns,
+        reads_features=sizes.reads_features,
+        parameter_bytes=sum(value.type.bytes({}) for value in part.graph.inputs_of(Role.WEIGHT)),
+        keep_ids=None if keep is None else tuple(int(token) for token in keep),
+        weights=packed,
+    )
