@@ -39,6 +39,7 @@ from benchmarks.measure import (  # noqa: E402
 )
 from benchmarks.moments import Bandwidth, bracket  # noqa: E402
 from examples.demo import Server, compiled  # noqa: E402
+from flexspec.host import usable_cores  # noqa: E402
 from flexspec.runtime.executors.pages import RowGroup, pack_rows  # noqa: E402
 from flexspec.runtime.executors.step import Executor  # noqa: E402
 from flexspec.runtime.open.engine import open_engine  # noqa: E402
@@ -166,7 +167,7 @@ def measure_peers(artifact: Path, prompts: Sequence[Prompt], args: argparse.Name
     """Each peer between two runs of ours: one request at a time, and sixteen at once on all processors."""
     few = prompts[: args.peer_prompts]
     sixteen = [prompts[i % len(prompts)] for i in range(16)]
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     single = {
         name: bracket(
             lambda: off_rate(artifact, few, args.threads, args.max_tokens),
@@ -204,7 +205,7 @@ def machine() -> dict[str, Any]:
     names = [line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")]
     return {
         "processor": names[0] if names else platform.processor(),
-        "processors": os.cpu_count(),
+        "processors": usable_cores(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "numpy": np.__version__,
@@ -248,10 +249,10 @@ def main() -> int:
         result = compare(artifact, [p.text for p in prompts], args.max_tokens, options, note)
     peers = measure_peers(artifact, prompts, args)
     sixteen = [prompts[i % len(prompts)] for i in range(16)]
-    batch = batch_rate(artifact, sixteen, os.cpu_count() or 1, args.max_tokens)
+    batch = batch_rate(artifact, sixteen, usable_cores(), args.max_tokens)
     parameters = json.loads((artifact / "model.json").read_text())["models"][0]["parameter_bytes"]
     floor = bandwidth.median / parameters
-    verify = measure_verify(artifact, sorted({1, os.cpu_count() or 1}), 5 if args.quick else 15)
+    verify = measure_verify(artifact, sorted({1, usable_cores()}), 5 if args.quick else 15)
     report = {
         "threads": args.threads,
         "prompts": str(args.prompts.name),

@@ -8,7 +8,6 @@ X.fspec is one of ``flexspec compile --plan``. All run with one thread a rank; t
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from dataclasses import replace
@@ -18,6 +17,7 @@ from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.draft_plan import DraftLadder
 from flexspec.runtime.distributed.executor import DistributedExecutor
 from flexspec.runtime.distributed.open import open_leader, run_follower
+from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.open.engine import OpenLlm, open_engine
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.runtime.open.served import Served
@@ -69,7 +69,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     options = replace(OPTIONS, draft=args.draft)
-    if os.environ["RANK"] != "0":
+    if this_rank().rank:
         run_follower(args.artifact, options)
         return
     base, wanted = measure(args.artifact, args.draft, args.tokens, args.together, None)

@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.fetch_model import DEFAULT_PATH, fetch_model
 from benchmarks.peers.prepare import prepare
+from flexspec.host import usable_cores
 from flexspec.runtime.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,7 +157,7 @@ def machine() -> str:
     """Processor name and count, for the record."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else 'unknown processor'}, {os.cpu_count()} processors"
+    return f"{names[0] if names else 'unknown processor'}, {usable_cores()} processors"
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
+
+from flexspec.host import usable_cores
 
 EPILOG = """\
 Steps of the artifact's LLM are timed on one core, the others being busy with the same, and links between processes by
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("artifact", type=Path, help="an artifact of a model that runs here, NAME.fspec")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the machine file to write, NAME.toml")
-    parser.add_argument("--ranks", type=int, default=os.cpu_count() or 1, help="devices, a core each (default: all)")
+    parser.add_argument("--ranks", type=int, default=usable_cores(), help="devices, a core each (default: all)")
     parser.add_argument("--no-links", action="store_true", help="keep the shipped constants of links; needs no PyTorch")
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from flexspec.errors import CapacityError, EngineError, FlexspecError, ToolchainError
 from flexspec.exits import rank_gone
+from flexspec.runtime.distributed.processes import this_rank
 
 if TYPE_CHECKING:
     from flexspec.runtime.open.engine import OpenLlm
@@ -23,17 +24,9 @@ LAST_WORDS = "FLEXSPEC_LAST_WORDS"  # a folder: each rank leaves there why it en
 _PR_SET_PDEATHSIG = 1
 
 
-def world_size() -> int:
-    """How many ranks the launcher started; 1 without one."""
-    try:
-        return int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError:
-        raise CapacityError(f"WORLD_SIZE={os.environ['WORLD_SIZE']!r}", "a number", "start it by torchrun") from None
-
-
 def is_rank() -> bool:
     """Whether this process was started as a rank, by ``launch.py`` or by torchrun, even as the only one."""
-    return world_size() > 1 or LAUNCHER in os.environ
+    return this_rank().ranks > 1 or LAUNCHER in os.environ
 
 
 def check_launched(restart: int) -> None:
@@ -71,21 +64,22 @@ def run_rank(artifact: Path, options: ServeOptions, serve: Callable[[OpenLlm | N
 
 def tell_end(why: str) -> None:
     """Say why this process ends: on stderr, or to the launcher, which tells what matters of all ranks."""
-    folder, rank = os.environ.get(LAST_WORDS), os.environ.get("RANK", "")
+    folder, place = os.environ.get(LAST_WORDS), this_rank()
     if folder and Path(folder).is_dir():
-        (Path(folder) / rank).write_text(why)
+        (Path(folder) / str(place.rank)).write_text(why)
     else:
-        print(f"flexspec serve: {f'rank {rank}: ' if rank else ''}{why}", file=sys.stderr, flush=True)
+        print(f"flexspec serve: {f'rank {place.rank}: ' if place.launched else ''}{why}", file=sys.stderr, flush=True)
 
 
 def _run(artifact: Path, options: ServeOptions, serve: Callable[[OpenLlm | None], int]) -> int:
-    if world_size() == 1:
+    place = this_rank()
+    if place.ranks == 1:
         return serve(None)
     try:
         from flexspec.runtime.distributed.open import open_leader, run_follower
     except ImportError as error:
         raise ToolchainError(f"several ranks without PyTorch ({error})", "torch >= 2.11", "pip install torch") from None
-    if os.environ.get("RANK") == "0":
+    if place.rank == 0:
         return serve(open_leader)
     run_follower(artifact, options)
     return 0

@@ -88,8 +88,9 @@ def _end_with_ranks(served: Served, thread: EngineThread) -> None:
 def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, open_llm: OpenLlm | None) -> int:
     from prometheus_client import CollectorRegistry
 
-    from flexspec.cli.ranks import tell_end, world_size
+    from flexspec.cli.ranks import tell_end
     from flexspec.compiler.artifact import layout
+    from flexspec.runtime.distributed.processes import this_rank
     from flexspec.runtime.engine.thread import EngineThread
     from flexspec.runtime.open.engine import open_engine
     from flexspec.runtime.server.app import create_app
@@ -107,7 +108,8 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, op
     app = create_app(served.engine, served.tokenizer, served.chat, name, metrics, limits)
     host, port = listener.getsockname()[:2]
 
-    ranks = f"{world_size()} ranks, " if world_size() > 1 else ""
+    count = this_rank().ranks
+    ranks = f"{count} ranks, " if count > 1 else ""
 
     def ready() -> None:
         print(

@@ -21,6 +21,7 @@ from typing import Any
 
 from flexspec.errors import CompileError, ToolchainError
 from flexspec.exits import describe_exit
+from flexspec.host import usable_cores
 from flexspec.kernels.gpu.family import Config, Variant, family_of
 from flexspec.kernels.gpu.render import render, source_key
 from flexspec.kernels.gpu.targets import Target, target_of
@@ -205,7 +206,7 @@ def _compile_all(jobs: Sequence[_Job], cache: Path, progress: Progress | None) -
 
 def _run_workers(jobs: dict[str, _Job], cache: Path, progress: Progress | None) -> dict[str, str]:
     """Spread ``jobs`` over one process for two cores; returns the errors by key."""
-    count = min(len(jobs), max(1, (os.cpu_count() or 1) // 2))
+    count = min(len(jobs), max(1, usable_cores() // 2))
     shares = [dict(list(jobs.items())[i::count]) for i in range(count)]
     errors: dict[str, str] = {}
     with ThreadPoolExecutor(max(1, count)) as pool:

@@ -7,7 +7,6 @@ in the step.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from flexspec import __version__
 from flexspec.errors import ArtifactError, PlanError
 from flexspec.graph import Attr, Node
+from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.distributed.watch import Watch
 
 Rows = NDArray[np.float32]
@@ -77,7 +77,7 @@ class Seat:
         ``groups`` are all groups of the plan, the same on each rank. Raises PlanError for another number of ranks,
         ArtifactError when ranks differ, RuntimeError when they do not find each other.
         """
-        found = int(os.environ.get("WORLD_SIZE", "1"))
+        found = this_rank().ranks
         if found != world:
             raise PlanError(f"{found} ranks", f"{world}, as the artifact's plan has", f"start it with --ranks {world}")
         torch.set_num_threads(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,11 +18,12 @@ from flexspec.runtime.distributed.executor import DistributedExecutor
 from flexspec.runtime.distributed.follow import Follower
 from flexspec.runtime.distributed.group import Seat
 from flexspec.runtime.distributed.message import Room
+from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.distributed.shards import CpuShard, Shard
 from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.executors.cpu_rank import CpuRank
 from flexspec.runtime.executors.step import Executor
-from flexspec.runtime.open.capacity import check_room, context_tokens, ranks_here, ssm_pages, ssms_of
+from flexspec.runtime.open.capacity import check_room, context_tokens, ssm_pages, ssms_of
 from flexspec.runtime.open.drafters import choose_ladder, ssm_drafter
 from flexspec.runtime.open.models import choose_isa, gpu_models, open_backend, open_cpu_rank
 from flexspec.runtime.open.serve_options import ServeOptions
@@ -56,11 +56,11 @@ def run_follower(path: Path, options: ServeOptions, watch: Watch | None = None) 
     artifact = OpenedArtifact.at(path, check_digests=options.checks)
     ladder = choose_ladder(options.draft, artifact)
     records, room = several_ranks(artifact.ranks, artifact.name), _room(options)
-    rank = int(os.environ["RANK"])
+    rank = this_rank().rank
     if not 0 < rank < len(records):
         raise PlanError(f"rank {rank}", f"ranks 0 to {len(records) - 1}", f"start it with --ranks {len(records)}")
-    if ranks_here()[0] == rank:  # the first on its host; rank 0 does so for its own
-        check_room(artifact, ladder, options, ranks_here())
+    if this_rank().on_this_host[0] == rank:  # the first on its host; rank 0 does so for its own
+        check_room(artifact, ladder, options, this_rank().on_this_host)
     holds = records[rank].stage != NO_STAGE
     shard = _shard(artifact, ladder, records[rank], options, watch) if holds else None
     drafters, opened = _drafters(artifact, ladder, options)
@@ -84,7 +84,7 @@ def _drafters(
     artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions
 ) -> tuple[list[SsmDrafter], list[Executor]]:
     """The drafters of the SSMs that live on this rank, and their executors."""
-    rank, vocab_size = int(os.environ["RANK"]), artifact.llm.outputs
+    rank, vocab_size = this_rank().rank, artifact.llm.outputs
     context, _ = context_tokens(artifact, ladder, options)
     here = [(part, ranks) for part, ranks in ssms_of(artifact, ladder) if rank in ranks]
     if not here:

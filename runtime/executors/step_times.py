@@ -5,13 +5,15 @@ All times are nanoseconds of the system's steady clock, which the processes of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.kernels.cpu.launch import CpuLibrary
+
+Clock = Callable[[], float]  # seconds of a steady clock
 
 
 def lower_quartile(values: Sequence[float] | NDArray[np.float64]) -> float:

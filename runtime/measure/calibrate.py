@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +20,11 @@ from flexspec.compiler.prices.fit_machine import StepFit, fit_device, fit_link, 
 from flexspec.compiler.prices.machine import DEVICE_KEYS, Constant, Device, Link, Machine, Peaks, open_machine
 from flexspec.errors import MachineError
 from flexspec.graph import Graph
+from flexspec.host import usable_cores
 from flexspec.runtime.executors.cpu import CpuExecutor
 from flexspec.runtime.executors.pages import RowGroup, pack_rows
 from flexspec.runtime.executors.step import Executor, StepBatch
-from flexspec.runtime.executors.step_times import lower_quartile
-from flexspec.runtime.local_ranks import host_cores
+from flexspec.runtime.executors.step_times import Clock, StepTimes, lower_quartile
 from flexspec.runtime.measure.host_probe import HostTimes, probe_host
 from flexspec.runtime.measure.link_probe import probe_links
 from flexspec.runtime.open.engine import open_artifact_engine
@@ -41,18 +42,15 @@ _ATTENTION, _NODE_CONTEXT, _NODE_ROWS = "attention", 512, (1, 2, 4, 8, 16, 32, 6
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
-    """The machine as fitted, and how well the fit describes the measured steps.
-
-    ``tables_origin``: where the measured tables of its link come from.
-    """
+class FittedMachine:
+    """The machine as fitted, and how well the fit describes the measured steps."""
 
     machine: Machine
     steps: StepFit
-    tables_origin: str
+    tables_origin: str  # where the measured tables of its link come from
 
 
-def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> Calibration:
+def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> FittedMachine:
     """Fit the shipped CPU machine to this one, of ``ranks`` devices (a core each).
 
     Raises what open_engine raises, and MachineError where a rank's share of the memory is less than its reserve.
@@ -62,7 +60,7 @@ def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> Calibration:
     artifact = OpenedArtifact.at(path)
     graph = artifact.graph(LLM)
     dtype = next(value.type.dtype for value in graph.inputs if value.type.role is Role.WEIGHT)
-    busy = min(ranks, host_cores(), MAX_BUSY)
+    busy = min(ranks, usable_cores(), MAX_BUSY)
     today = datetime.date.today().isoformat()
     memory = memory_share(kind.device.memory_bytes, kind.device.reserve_bytes, ranks, host_memory(), today)
     origin = f"fit {today} by flexspec calibrate on {path.name}, {dtype.value}, one thread each of {busy} busy ranks"
@@ -76,7 +74,9 @@ def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> Calibration:
         executors = [each.executors[0] for each in served]
         times = time_steps(executors)
         context = min(_NODE_CONTEXT, executors[0].max_positions - max(_NODE_ROWS))
-        nodes = time_nodes(executors, graph, context)
+        first = executors[0]
+        assert isinstance(first, CpuExecutor)
+        nodes = time_nodes(first, executors[1:], graph, context)
     launch = Constant(float(f"{shortest_us(nodes[1]):.4g}"), 1.0, f"the shortest operator of a row; {origin}")
     start = replace(kept_device(kind.device), memory_bytes=memory, launch_us=launch, processor="cpu")
     steps = fit_device(start, dtype, graph_calls(graph), times, _CONTEXT_TOKENS, fitted_peak)
@@ -87,9 +87,9 @@ def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> Calibration:
         source = f"measured {today} by flexspec calibrate, gloo, {ranks} processes"
         link, tables_origin = fit_link(link.name, transfers, reduces, ranks, source), source
     fitted = type(kind)(device, ranks, link, 1)
-    about = f"This machine, {ranks} of {host_cores()} cores, one rank a core; calibrated."
+    about = f"This machine, {ranks} of {usable_cores()} cores, one rank a core; calibrated."
     host = _host(template, probe_host(path), f"measured {today} by flexspec calibrate on {path.name}")
-    return Calibration(replace(host, name=name, about=about, kinds=(fitted,), network=None), steps, tables_origin)
+    return FittedMachine(replace(host, name=name, about=about, kinds=(fitted,), network=None), steps, tables_origin)
 
 
 def memory_share(shipped: Constant, reserve: Constant, ranks: int, host: HostMemory | None, today: str) -> Constant:
@@ -135,7 +135,7 @@ def kept_link(link: Link) -> Link:
     return replace(link, alpha_us=alpha_us, bandwidth_bytes_per_s=bandwidth, element_bytes=width)
 
 
-def _host(template: Machine, found: HostTimes, origin: str) -> Machine:
+def _host(template: Machine, measured: HostTimes, origin: str) -> Machine:
     """The template with the host's constants as measured."""
 
     def constant(us: float) -> Constant:
@@ -144,27 +144,33 @@ def _host(template: Machine, found: HostTimes, origin: str) -> Machine:
     step_request = template.step_request_us
     return replace(
         template,
-        round_us=constant(found.round_us),
-        request_us=constant(found.request_us),
-        step_us=constant(found.step_us),
-        step_request_us=kept(step_request) if found.step_request_us is None else constant(found.step_request_us),
+        round_us=constant(measured.round_us),
+        request_us=constant(measured.request_us),
+        step_us=constant(measured.step_us),
+        step_request_us=kept(step_request) if measured.step_request_us is None else constant(measured.step_request_us),
     )
 
 
-def time_nodes(executors: Sequence[Executor], graph: Graph, context_tokens: int) -> dict[int, NDArray[np.float64]]:
+class TimedExecutor(Executor, Protocol):
+    """An executor that can say when the nodes of its steps began and ended."""
+
+    def keep_times(self, nodes: int) -> StepTimes: ...
+
+
+def time_nodes(
+    first: TimedExecutor, others: Sequence[Executor], graph: Graph, context_tokens: int
+) -> dict[int, NDArray[np.float64]]:
     """Rows -> microseconds of each node of a step, 0 for one without code, while the other executors are as busy."""
-    first = executors[0]
-    assert isinstance(first, CpuExecutor)
     times = first.keep_times(len(graph.nodes))
-    found: dict[int, NDArray[np.float64]] = {}
+    nodes_us: dict[int, NDArray[np.float64]] = {}
     for rows in [rows for rows in _NODE_ROWS if rows <= first.max_rows]:
         batch = _chain(rows, context_tokens)
-        with _running(executors[1:], batch):
+        with _running(others, batch):
             for _ in range(_REPEATS):
                 first.step(batch, want_logits=False)
-        took = np.diff(times.arrays()["stamps"][-_REPEATS + 1 :], axis=1) / 1e3
-        found[rows] = np.percentile(took, 25, axis=0)
-    return found
+        took_us = np.diff(times.arrays()["stamps"][-_REPEATS + 1 :], axis=1) / 1e3
+        nodes_us[rows] = np.percentile(took_us, 25, axis=0)
+    return nodes_us
 
 
 def shortest_us(nodes_us: NDArray[np.float64]) -> float:
@@ -182,16 +188,16 @@ def fit_attention(
 ) -> Device:
     """``device`` with attention's own peaks: its loops over pages are far from what a matrix product reaches."""
     calls = [call for call in graph_calls(graph) if call.record.name == _ATTENTION]
-    own = [i for i, node in enumerate(graph.nodes) if node.op == _ATTENTION]
-    measured_us = {rows: float(took[own].sum()) for rows, took in nodes_us.items()}
+    places = [i for i, node in enumerate(graph.nodes) if node.op == _ATTENTION]
+    measured_us = {rows: float(took_us[places].sum()) for rows, took_us in nodes_us.items()}
     return fit_operator(device, dtype, calls, measured_us, context_tokens, origin) if calls else device
 
 
-def time_steps(executors: Sequence[Executor]) -> dict[int, float]:
+def time_steps(executors: Sequence[Executor], clock: Clock = time.perf_counter) -> dict[int, float]:
     """Rows -> microseconds of a chain step of one request on the first executor, while the others run the same.
 
     All ranks of a plan share the memory's bandwidth, so a step alone would look too fast. Sizes are interleaved, so
-    that all of them meet the slow moments of the machine.
+    that all of them meet the slow moments of the machine. ``clock`` gives seconds.
     """
     sizes = [rows for rows in _ROWS if rows <= executors[0].max_rows]
     times: dict[int, list[float]] = {rows: [] for rows in sizes}
@@ -200,10 +206,10 @@ def time_steps(executors: Sequence[Executor]) -> dict[int, float]:
         for rows in sizes:
             with _running(executors[1:], batches[rows]):
                 executors[0].step(batches[rows], want_logits=False)  # the first step warms caches
-                began = time.perf_counter()
+                began = clock()
                 executors[0].step(batches[rows], want_logits=False)
                 if repeat:
-                    times[rows].append((time.perf_counter() - began) * 1e6)
+                    times[rows].append((clock() - began) * 1e6)
     return {rows: lower_quartile(values) for rows, values in times.items()}
 
 

@@ -6,14 +6,15 @@ A round costs ``round_us`` and ``request_us`` a request (accept, commit, schedul
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from flexspec.runtime.executors.step_times import StepTimes, lower_quartile
-from flexspec.runtime.measure.round_runs import Ask, Round, RoundRuns
+from flexspec.runtime.executors.step_times import Clock, StepTimes, lower_quartile
+from flexspec.runtime.measure.round_runs import MeasuredRound, RoundRequest, RoundRuns
 from flexspec.runtime.open.serve_options import ServeOptions
 
 _BATCHES = (1, 2, 4)
@@ -25,36 +26,51 @@ Sample = tuple[float, float]  # (requests, microseconds)
 
 @dataclass(frozen=True, slots=True)
 class HostTimes:
-    """Microseconds of the host's work; ``step_request_us`` None where there is no SSM to measure it."""
+    """Microseconds of the host's work."""
 
-    round_us: float
-    request_us: float
-    step_us: float
-    step_request_us: float | None
+    round_us: float  # of a round
+    request_us: float  # of each request in it
+    step_us: float  # of a program's step
+    step_request_us: float | None  # of each request in an SSM's step; None where there is no SSM to measure it
 
 
-def probe_host(path: Path) -> HostTimes:
+@dataclass(slots=True)
+class HostSamples:
+    """What rounds of several batch sizes took beside the programs."""
+
+    rounds: list[Sample] = field(default_factory=list)
+    steps: list[Sample] = field(default_factory=list)  # those of the LLM have 0 requests: packing is in the round
+
+    def add(self, batch: int, rounds: Sequence[MeasuredRound], llm: StepTimes, ssms: Sequence[StepTimes]) -> None:
+        """Book measured rounds of ``batch`` requests, whose steps are in ``llm`` and ``ssms``."""
+        self.rounds.append((batch, lower_quartile([r.total_us - r.draft_us - r.verify_us for r in rounds])))
+        self.steps.append((0, lower_quartile(list(_around(llm, [(r.step, r.step + 1) for r in rounds])))))
+        self.steps += [(batch, us) for us in _between(rounds, ssms)]
+
+    def fit(self) -> HostTimes:
+        round_us, request_us = line_fit(self.rounds)
+        step_us, step_request_us = line_fit(self.steps)
+        drafted = any(requests for requests, _ in self.steps)
+        return HostTimes(round_us, request_us, step_us, step_request_us if drafted else None)
+
+
+def probe_host(path: Path, clock: Clock = time.perf_counter) -> HostTimes:
     """Rounds of an artifact on one rank, with and without its SSM. Raises what open_engine raises."""
-    asks = [Ask(draft, batch, _CONTEXT_TOKENS, _ROUNDS, _WARM) for draft in _drafts(path) for batch in _BATCHES]
-    options = ServeOptions(
-        threads=1, kv_tokens=max(ask.kv_tokens for ask in asks), max_requests=max(_BATCHES), measure=False, checks=False
-    )
-    runs = RoundRuns(path, options)
-    rounds: list[Sample] = []
-    steps: list[Sample] = []
+    requests = [
+        RoundRequest(draft, batch, _CONTEXT_TOKENS, _ROUNDS, _WARM) for draft in _drafts(path) for batch in _BATCHES
+    ]
+    kv_tokens = max(request.kv_tokens for request in requests)
+    options = ServeOptions(threads=1, kv_tokens=kv_tokens, max_requests=max(_BATCHES), measure=False, checks=False)
+    runs = RoundRuns(path, options, clock=clock)
+    samples = HostSamples()
     try:
         for _ in range(_TURNS):
-            for ask in asks:
-                found, opened = runs.run(ask), runs.open(ask.draft)
-                rounds.append((ask.batch, lower_quartile([r.total_us - r.draft_us - r.verify_us for r in found])))
-                steps.append((0, lower_quartile(list(_around(opened.llm, [(r.step, r.step + 1) for r in found])))))
-                steps += [(ask.batch, us) for us in _between(found, opened.ssms)]
+            for request in requests:
+                rounds, timed = runs.run(request), runs.open(request.draft)
+                samples.add(request.batch, rounds, timed.llm, timed.ssms)
     finally:
         runs.close()
-    round_us, request_us = line_fit(rounds)
-    step_us, step_request_us = line_fit(steps)
-    drafted = any(requests for requests, _ in steps)
-    return HostTimes(round_us, request_us, step_us, step_request_us if drafted else None)
+    return samples.fit()
 
 
 def _drafts(path: Path) -> list[str]:
@@ -64,13 +80,13 @@ def _drafts(path: Path) -> list[str]:
     return ["off", *(_DRAFTS if len(record.models) > 1 else ())]
 
 
-def _between(rounds: Sequence[Round], ssms: Sequence[StepTimes]) -> list[float]:
+def _between(rounds: Sequence[MeasuredRound], ssms: Sequence[StepTimes]) -> list[float]:
     """Microseconds of a drafting step beside its program."""
     if not ssms:
         return []
     spans = [[each.ssm_steps[number] for each in rounds] for number in range(len(ssms))]
-    programs = np.sum([list(_inside(times, own)) for times, own in zip(ssms, spans, strict=True)], 0)
-    counts = np.sum([[end - first for first, end in own] for own in spans], 0)
+    programs = np.sum([list(_inside(times, steps)) for times, steps in zip(ssms, spans, strict=True)], 0)
+    counts = np.sum([[end - first for first, end in steps] for steps in spans], 0)
     drafts = np.array([each.draft_us for each in rounds])
     return [lower_quartile((drafts - programs) / np.maximum(counts, 1))]
 

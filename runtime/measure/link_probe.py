@@ -8,9 +8,6 @@ prints JSON; ``probe_links`` starts all ranks and puts it together.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +17,8 @@ from numpy.typing import NDArray
 
 from flexspec.errors import ToolchainError
 from flexspec.graph import Node, Value
+from flexspec.runtime.distributed.processes import RanksFailed, start_ranks, this_rank
 from flexspec.runtime.executors.step_times import lower_quartile
-from flexspec.runtime.local_ranks import rank_environments
 from flexspec.types import DType, Role, TensorType
 
 Meet = Callable[[int, Node, NDArray[np.float32] | None], NDArray[np.float32]]  # as Seat.meet
@@ -36,50 +33,38 @@ _CHAINS, _LINKS = 7, 12  # sums come in chains, two a block: what counts is the 
 
 def probe_links(ranks: int) -> tuple[dict[int, float], dict[int, float]]:
     """(transfers, all-reduces): bytes -> us between ``ranks`` processes. Raises ToolchainError without torch."""
-    command = [sys.executable, "-m", "flexspec.runtime.measure.link_probe"]
-    started = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for environment in rank_environments(ranks)
-    ]
-    try:
-        answers = [each.communicate(timeout=_TIMEOUT_S) for each in started]
-    except subprocess.TimeoutExpired:
-        raise ToolchainError(
-            f"no answer from {ranks} ranks in {_TIMEOUT_S} s", "gloo over loopback", "use --no-links"
-        ) from None
-    finally:
-        for each in started:
-            if each.poll() is None:
-                each.kill()
-                each.wait()
-    if any(each.returncode for each in started):
-        last = next(err for each, (_, err) in zip(started, answers, strict=True) if each.returncode).strip()
-        found = last.splitlines()[-1] if last else "a rank ended without a word"
-        raise ToolchainError(f"links could not be measured: {found}", "torch with gloo", "install torch, or --no-links")
-    told = [json.loads(out) for out, _ in answers]
-    transfers = {size: _transfer_us([each["transfer"][str(size)] for each in told[:2]]) for size in SIZES}
-    reduces = {size: _reduce_us([each["reduce"][str(size)] for each in told]) for size in SIZES}
+    with start_ranks("flexspec.runtime.measure.link_probe", [], ranks) as processes:
+        try:
+            outputs = processes.finish(_TIMEOUT_S)
+        except RanksFailed as error:
+            raise ToolchainError(
+                f"links could not be measured: {error}", "torch with gloo over loopback", "install torch, or --no-links"
+            ) from None
+    answers = [json.loads(output) for output in outputs]
+    transfers = {size: transfer_us([answer["transfer"][str(size)] for answer in answers[:2]]) for size in SIZES}
+    reduces = {size: reduce_us([answer["reduce"][str(size)] for answer in answers]) for size in SIZES}
     return transfers, reduces
 
 
-def _transfer_us(moments_ns: list[list[int]]) -> float:
+def transfer_us(moments_ns: list[list[int]]) -> float:
     """From the giver's begin to the taker's end; rank 0 gives first, then they take turns. A host has one clock."""
     first, second = (np.array(each, np.int64) for each in moments_ns)
     return lower_quartile(np.abs(first - second) / 1e3)
 
 
-def _reduce_us(spent_us: list[list[float]]) -> float:
+def reduce_us(spent_us: list[list[float]]) -> float:
     """What a rank spends in each of a chain, waiting for the others included."""
     return lower_quartile(np.mean(spent_us, 0).reshape(_CHAINS, _LINKS).mean(1))
 
 
 @dataclass(slots=True)
-class _Probe:
-    """A rank's side. ``meet`` is the exchange of the runtime."""
+class LinkProbe:
+    """One rank's side of the measurement."""
 
     rank: int
     ranks: tuple[int, ...]
-    meet: Meet
+    meet: Meet  # the exchange of the runtime
+    clock_ns: Callable[[], int] = time.monotonic_ns  # one clock for all ranks of the host
 
     def transfer(self, rows: int) -> list[int]:
         """When this rank began to give, or had taken, in ns."""
@@ -90,22 +75,22 @@ class _Probe:
             if self.rank == giver:
                 for _ in range(_STAGE_READS):
                     _work()
-                moments.append(time.monotonic_ns())
+                moments.append(self.clock_ns())
                 self.meet(self.rank, _node("send", to=taker, channel=0), data)
             elif self.rank == taker:
                 self.meet(self.rank, _node("recv", source=giver, channel=0), None)
-                moments.append(time.monotonic_ns())
+                moments.append(self.clock_ns())
         return moments[_WARM:]
 
     def reduce(self, rows: int) -> list[float]:
-        """Microseconds in each."""
+        """Microseconds in each sum."""
         spent = []
         data = np.ones((rows, _COLUMNS), np.float32)
         for _ in range(_WARM + _CHAINS * _LINKS):
             _work()
-            began = time.perf_counter()
+            began = self.clock_ns()
             self.meet(self.rank, _node("reduce", ranks=self.ranks), data)
-            spent.append((time.perf_counter() - began) * 1e6)
+            spent.append((self.clock_ns() - began) / 1e3)
         return spent[_WARM:]
 
 
@@ -125,9 +110,9 @@ def _node(op: str, **attrs: int | tuple[int, ...]) -> Node:
 def main() -> None:
     from flexspec.runtime.distributed.group import Seat
 
-    world = int(os.environ["WORLD_SIZE"])
+    world = this_rank().ranks
     seat = Seat("link probe", world, [tuple(range(world))])
-    probe = _Probe(seat.rank, tuple(range(world)), seat.meet)
+    probe = LinkProbe(seat.rank, tuple(range(world)), seat.meet)
     body: dict[str, dict[int, list[int] | list[float]]] = {"transfer": {}, "reduce": {}}
     for size in SIZES:
         rows = size // _ROW_BYTES

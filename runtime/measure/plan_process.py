@@ -1,13 +1,13 @@
-"""A process of a plan that is measured, run as ``python -m flexspec.runtime.measure.plan_process JOB``, JOB being JSON.
+"""A process of a plan that is measured, run as ``python -m flexspec.runtime.measure.plan_process SETUP``, SETUP
+being JSON.
 
 Rank 0 reads from stdin which rounds to run, a line of JSON each, and answers on stdout with a line each; the others
-follow it. The end of the input ends all ranks, which then leave the times of their steps in the job's folder.
+follow it. The end of the input ends all ranks, which then leave the times of their steps in the folder of the setup.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,14 +16,15 @@ import numpy as np
 
 from flexspec.errors import FlexspecError
 from flexspec.exits import rank_gone
+from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.executors.step_times import StepTimes
-from flexspec.runtime.measure.round_runs import Ask, RoundRuns
+from flexspec.runtime.measure.round_runs import RoundRequest, RoundRuns
 from flexspec.runtime.open.serve_options import ServeOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What a process is started with."""
+class PlanProcess:
+    """What all processes of a plan are started with."""
 
     artifact: str
     folder: str  # where times are left
@@ -38,9 +39,9 @@ class Job:
         )  # fmt: skip
 
 
-def times_file(job: Job, part: str, draft: str = "") -> Path:
+def times_file(setup: PlanProcess, part: str, draft: str = "") -> Path:
     """Where the times of "rankN" are left, and for each draft plan those of rank 0's "llm" and of each SSM."""
-    return Path(job.folder) / f"{part}{draft.encode().hex()}.npz"
+    return Path(setup.folder) / f"{part}{draft.encode().hex()}.npz"
 
 
 def _save(path: Path, times: StepTimes) -> None:
@@ -48,39 +49,40 @@ def _save(path: Path, times: StepTimes) -> None:
     np.savez(path, calls=arrays["calls"], stamps=arrays["stamps"])
 
 
-def _lead(job: Job, *, several: bool) -> None:
+def _lead(setup: PlanProcess, *, several: bool) -> None:
     """Rank 0."""
-    runs = RoundRuns(Path(job.artifact), job.options(), several=several)
+    runs = RoundRuns(Path(setup.artifact), setup.options(), several=several)
     drafts: dict[str, None] = {}
     for line in sys.stdin:
-        ask = Ask(**json.loads(line))
-        drafts[ask.draft] = None
-        print(json.dumps([asdict(each) for each in runs.run(ask)]), flush=True)
+        request = RoundRequest(**json.loads(line))
+        drafts[request.draft] = None
+        print(json.dumps([asdict(each) for each in runs.run(request)]), flush=True)
     for draft in drafts:
         opened = runs.open(draft)
-        _save(times_file(job, "llm.", draft), opened.llm)
+        _save(times_file(setup, "llm.", draft), opened.llm)
         for number, times in enumerate(opened.ssms):
-            _save(times_file(job, f"ssm{number}.", draft), times)
+            _save(times_file(setup, f"ssm{number}.", draft), times)
     runs.close()
 
 
-def _follow(job: Job, rank: int) -> None:
+def _follow(setup: PlanProcess, rank: int) -> None:
     """Any other rank, to its end."""
     from flexspec.runtime.distributed.open import run_follower
 
-    kept: list[StepTimes] = []
-    run_follower(Path(job.artifact), job.options(), lambda program: kept.append(program.keep_times()))
-    _save(times_file(job, f"rank{rank}"), kept[0])
+    times: list[StepTimes] = []
+    run_follower(Path(setup.artifact), setup.options(), lambda program: times.append(program.keep_times()))
+    _save(times_file(setup, f"rank{rank}"), times[0])
 
 
 def main() -> int:
-    job = Job(**json.loads(sys.argv[1]))
-    several, rank = int(os.environ.get("WORLD_SIZE", "1")) > 1, int(os.environ.get("RANK", "0"))
+    setup = PlanProcess(**json.loads(sys.argv[1]))
+    place = this_rank()
+    rank = place.rank
     try:
         if rank:
-            _follow(job, rank)
+            _follow(setup, rank)
         else:
-            _lead(job, several=several)
+            _lead(setup, several=place.ranks > 1)
     except FlexspecError as error:
         print(f"rank {rank}: {error}", file=sys.stderr)
         return 2

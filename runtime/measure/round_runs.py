@@ -7,7 +7,7 @@ tokens, so that nothing is assumed about a text.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,9 @@ from flexspec.draft_plan import SSMS, DraftLadder, DraftPlan, worst_case
 from flexspec.errors import EngineError
 from flexspec.runtime.drafters.budget import SpeculationWatch
 from flexspec.runtime.engine.api import Delta, RequestStats
-from flexspec.runtime.engine.engine import Engine
 from flexspec.runtime.executors.cpu import CpuExecutor
 from flexspec.runtime.executors.step import Executor
-from flexspec.runtime.executors.step_times import StepTimes
+from flexspec.runtime.executors.step_times import Clock, StepTimes
 from flexspec.runtime.open.engine import open_artifact_engine
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.runtime.open.served import Served
@@ -34,7 +33,7 @@ _PROMPT_STEPS = 16  # rounds that a request may run while the prompts of others 
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RoundRequest:
     """Rounds to run: ``batch`` requests that have ``context`` tokens each, the first ``warm`` rounds being left out."""
 
     draft: str
@@ -55,7 +54,7 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Round:
+class MeasuredRound:
     """One round as rank 0 saw it: microseconds, its step of the LLM, and the steps [from, to) of each SSM."""
 
     total_us: float
@@ -66,8 +65,8 @@ class Round:
 
 
 @dataclass(slots=True)
-class _Heard:
-    """The engine's observer: the times of the step that runs."""
+class StepSeconds:
+    """An observer of the engine: the times of the step that runs."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -84,11 +83,11 @@ class _Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class TimedEngine:
     """The engine of a draft plan, and the times of its LLM's steps (of rank 0's shard) and of each SSM's."""
 
     served: Served
-    heard: _Heard
+    observer: StepSeconds
     llm: StepTimes
     ssms: list[StepTimes]
 
@@ -96,23 +95,25 @@ class Opened:
 class RoundRuns:
     """``several``: other ranks of the artifact's plan run too, and all draft plans share them."""
 
-    def __init__(self, path: Path, options: ServeOptions, *, several: bool = False) -> None:
-        self._options, self._several = options, several
+    def __init__(
+        self, path: Path, options: ServeOptions, *, several: bool = False, clock: Clock = time.perf_counter
+    ) -> None:
+        self._options, self._several, self._clock = options, several, clock
         self._artifact = OpenedArtifact.at(path, check_digests=options.checks)
         self._ranks: tuple[Executor, StepTimes] | None = None
-        self._engines: dict[str, Opened] = {}
+        self._engines: dict[str, TimedEngine] = {}
 
-    def open(self, draft: str) -> Opened:
+    def open(self, draft: str) -> TimedEngine:
         """The engine of a draft plan, made at first use. Raises what open_engine raises."""
         if draft not in self._engines:
-            heard = _Heard()
-            asked = replace(self._options, draft=draft)
-            served = open_artifact_engine(self._artifact, asked, heard, self._open_llm if self._several else None)
+            observer = StepSeconds()
+            options = replace(self._options, draft=draft)
+            served = open_artifact_engine(self._artifact, options, observer, self._open_llm if self._several else None)
             llm, *ssms = served.executors
-            times = self._ranks[1] if self._ranks else self._keep_times(LLM, llm)
+            llm_times = self._ranks[1] if self._ranks else self._keep_times(LLM, llm)
             names = [name for name in SSMS if name in served.draft.sources]  # in the order of executors
-            kept = [self._keep_times(name, each) for name, each in zip(names, ssms, strict=True)]
-            self._engines[draft] = Opened(served, heard, times, kept)
+            ssm_times = [self._keep_times(name, each) for name, each in zip(names, ssms, strict=True)]
+            self._engines[draft] = TimedEngine(served, observer, llm_times, ssm_times)
         return self._engines[draft]
 
     def _keep_times(self, part: str, executor: Executor) -> StepTimes:
@@ -124,39 +125,39 @@ class RoundRuns:
         if self._ranks is None:
             from flexspec.runtime.distributed.open import open_leader
 
-            kept: list[StepTimes] = []
-            executor = open_leader(artifact, ladder, self._options, lambda program: kept.append(program.keep_times()))
-            self._ranks = executor, kept[0]
+            times: list[StepTimes] = []
+            executor = open_leader(artifact, ladder, self._options, lambda program: times.append(program.keep_times()))
+            self._ranks = executor, times[0]
         return self._ranks[0]
 
-    def run(self, ask: Ask) -> list[Round]:
+    def run(self, request: RoundRequest) -> list[MeasuredRound]:
         """Fill the contexts and run rounds: those behind the warm ones. Raises EngineError when a request ends."""
-        opened = self.open(ask.draft)
-        engine = opened.served.engine
+        timed = self.open(request.draft)
+        engine = timed.served.engine
         engine.watch = SpeculationWatch()  # what it learned of other rounds must not switch drafting off in these
         started: set[int] = set()
         ended: list[str] = []
 
-        def hear(number: int, delta: Delta) -> None:
+        def receive(number: int, delta: Delta) -> None:
             started.add(number)
             if delta.finish_reason not in (None, "cancelled"):
                 ended.append(delta.error or delta.finish_reason)
 
-        most = SamplingParams(max_tokens=ask.most_tokens, ignore_eos=True)
-        prompts = np.random.default_rng(_SEED).integers(0, engine.executor.vocab_size, (ask.batch, ask.context))
-        requests = [engine.submit(ids, most, partial(hear, number)) for number, ids in enumerate(prompts.tolist())]
-        rounds: list[Round] = []
-        while len(rounds) < ask.warm + ask.rounds:
-            decoding = len(started) == ask.batch  # no prompt is part of the step
-            each = _round(engine, opened)
+        most = SamplingParams(max_tokens=request.most_tokens, ignore_eos=True)
+        prompts = np.random.default_rng(_SEED).integers(0, engine.executor.vocab_size, (request.batch, request.context))
+        submitted = [engine.submit(ids, most, partial(receive, number)) for number, ids in enumerate(prompts.tolist())]
+        rounds: list[MeasuredRound] = []
+        while len(rounds) < request.warm + request.rounds:
+            decoding = len(started) == request.batch  # no prompt is part of the step
+            measured = measured_round(engine.step, timed, self._clock)
             if ended:
                 raise EngineError(f"a request that ended ({ended[0]})", "rounds until all are measured", "report this")
-            rounds += [each] if decoding else []
-        for request in requests:
-            engine.cancel(request)
+            rounds += [measured] if decoding else []
+        for number in submitted:
+            engine.cancel(number)
         while engine.step():
             pass
-        return rounds[ask.warm :]
+        return rounds[request.warm :]
 
     def close(self) -> None:
         """Close all engines, which ends the other ranks."""
@@ -164,13 +165,13 @@ class RoundRuns:
             opened.served.close()
 
 
-def _round(engine: Engine, opened: Opened) -> Round:
-    """One step of the engine."""
-    opened.heard.seconds.clear()
-    step, first = len(opened.llm.calls_ns), [len(each.calls_ns) for each in opened.ssms]
-    began = time.perf_counter()
-    engine.step()
-    total_us = (time.perf_counter() - began) * 1e6
-    spans = [(begin, len(each.calls_ns)) for begin, each in zip(first, opened.ssms, strict=True)]
-    draft_us, verify_us = (opened.heard.seconds.get(kind, 0.0) * 1e6 for kind in ("draft", "verify"))
-    return Round(total_us, draft_us, verify_us, step, spans)
+def measured_round(step: Callable[[], object], timed: TimedEngine, clock: Clock) -> MeasuredRound:
+    """One step of the engine; ``clock`` gives seconds."""
+    timed.observer.seconds.clear()
+    llm_step, first = len(timed.llm.calls_ns), [len(each.calls_ns) for each in timed.ssms]
+    began = clock()
+    step()
+    total_us = (clock() - began) * 1e6
+    spans = [(begin, len(each.calls_ns)) for begin, each in zip(first, timed.ssms, strict=True)]
+    draft_us, verify_us = (timed.observer.seconds.get(kind, 0.0) * 1e6 for kind in ("draft", "verify"))
+    return MeasuredRound(total_us, draft_us, verify_us, llm_step, spans)

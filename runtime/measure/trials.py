@@ -15,7 +15,7 @@ from flexspec.compiler.prices.problem import Problem, SsmPlace
 from flexspec.compiler.prices.rounds import Cut
 from flexspec.draft_plan import SSMS, DraftPlan
 from flexspec.errors import MachineError, PlanError, ToolchainError
-from flexspec.runtime.local_ranks import host_cores
+from flexspec.host import usable_cores
 
 NO_DRAFT = DraftPlan("off")
 CHAIN, TREE = DraftPlan.parse("chain:4/sources=ssm"), DraftPlan.parse("tree:2,2,1/sources=ssm")
@@ -43,7 +43,7 @@ def trials_of_files(problem: Problem, paths: Sequence[Path]) -> list[Trial]:
 def trials_of_machine(problem: Problem) -> list[Trial]:
     """One rank, two pipelines, tensor parallelism, as far as cores and model allow; with and without drafts."""
     blocks, most = problem.llm.blocks, problem.requests
-    room = min(max(kind.devices for kind in problem.machine.kinds), host_cores())
+    room = min(max(kind.devices for kind in problem.machine.kinds), usable_cores())
     parallel = room > 1 and 2 in problem.legal_degrees
     layouts: list[list[tuple[int, int]]] = [[(blocks, 1)]]  # (blocks, degree) of each stage
     if room > 1:
@@ -71,9 +71,9 @@ def check_trials(problem: Problem, trials: Iterable[Trial], models: Iterable[Pat
             "flexspec calibrate writes one; plans on other machines can be priced, not run here",
         )  # fmt: skip
     most = max(trial.ranks for trial in trials)
-    if most > host_cores():
+    if most > usable_cores():
         raise PlanError(
-            f"a plan of {most} ranks", f"at most {host_cores()}, a core each", "compare plans of fewer ranks"
+            f"a plan of {most} ranks", f"at most {usable_cores()}, a core each", "compare plans of fewer ranks"
         )
     if most > 1 and importlib.util.find_spec("torch") is None:
         raise ToolchainError(f"{most} ranks without PyTorch", "torch >= 2.11", "pip install torch")

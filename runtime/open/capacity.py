@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from flexspec.compiler.artifact import layout
@@ -75,9 +74,3 @@ def check_room(artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOpti
         pages = ssm_pages(options, living, context) if ranks else options.pages
         pools += [Pool(part.name, pages)] * (sum(rank in ranks for rank in living) if ranks else 1)
     check_memory(artifact, pools, max(options.max_rows, options.max_requests), options.max_requests)
-
-
-def ranks_here() -> range:
-    """The ranks that torchrun has put on this host."""
-    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
-    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

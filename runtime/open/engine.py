@@ -14,6 +14,7 @@ from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.draft_plan import DraftLadder
 from flexspec.errors import ArtifactError
+from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.drafters.base import DraftsElsewhere
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.ssm import SsmDrafter
@@ -21,7 +22,7 @@ from flexspec.runtime.engine.engine import Engine
 from flexspec.runtime.engine.observer import Observer
 from flexspec.runtime.engine.scheduler import Limits
 from flexspec.runtime.executors.step import Executor, OverlappingExecutor
-from flexspec.runtime.open.capacity import check_room, context_tokens, ranks_here, ssm_pages, ssms_of
+from flexspec.runtime.open.capacity import check_room, context_tokens, ssm_pages, ssms_of
 from flexspec.runtime.open.drafters import cheap_drafters, choose_ladder, ssm_drafter
 from flexspec.runtime.open.models import open_backend
 from flexspec.runtime.open.serve_options import ServeOptions
@@ -53,7 +54,7 @@ def open_artifact_engine(
     ladder = choose_ladder(options.draft, artifact)
     isa, executor_of = open_backend(artifact, ladder, options)
     context, longer_context = context_tokens(artifact, ladder, options)
-    check_room(artifact, ladder, options, ranks_here() if open_llm else ())
+    check_room(artifact, ladder, options, this_rank().on_this_host if open_llm else ())
     tokenizer = Tokenizer(artifact.files.read_bytes(layout.TOKENIZER), record.eos_ids, record.bos_id)
     chat = _chat(artifact)
     with ExitStack() as opened:

@@ -6,7 +6,6 @@ interpreter on the CPU: slow, for checks.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from flexspec.kernels.gpu.aot import CompiledVariant
 from flexspec.kernels.gpu.family import Variant, kernel_variants
 from flexspec.kernels.gpu.package import read_packaged
 from flexspec.kernels.gpu.targets import TARGETS
+from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.distributed.shards import TritonShard
 from flexspec.runtime.executors.triton import TritonExecutor, gpu_architecture
 
@@ -91,7 +91,7 @@ def open_gpu(artifact: OpenedArtifact, device: str, tree_rows: int) -> GpuModels
     if device not in TORCH_DEVICES:
         raise ToolchainError(f"device {device!r}", "cpu, cuda or interpret", "name one of them")
     if device == "cuda" and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(this_rank().local_rank % torch.cuda.device_count())
     built = [target for target in artifact.manifest.targets if target in TARGETS]
     target = gpu_architecture() if device == "cuda" else next(iter(built), "sm_90")
     if target not in TARGETS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +13,14 @@ from flexspec.compiler.artifact.model_record import PartRecord
 from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.draft_plan import DraftLadder
 from flexspec.errors import ArtifactError, ToolchainError
+from flexspec.host import usable_cores
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.cpu.check import seeded_digest
 from flexspec.kernels.cpu.exchange import split_logits
+from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.executors.cpu import CpuExecutor
 from flexspec.runtime.executors.cpu_rank import CpuRank
 from flexspec.runtime.executors.step import Executor
-from flexspec.runtime.local_ranks import host_cores
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.step_sizes import step_sizes
 
@@ -119,7 +119,7 @@ def default_threads() -> int:
 
     Ranks on one host share its cores.
     """
-    return max(1, min(8, host_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
+    return max(1, min(8, usable_cores() // max(1, this_rank().local_ranks)))
 
 
 def _self_test(artifact: OpenedArtifact, isa: str, name: str, library: Path, weights: Sequence[NDArray[Any]]) -> None:

@@ -6,16 +6,20 @@ import json
 from pathlib import Path
 
 import artifacts
+import numpy as np
 import pytest
 from commands import flexspec
 
 from flexspec.cli import main as cli
+from flexspec.compiler.pages.predicted_lines import ALL, BETWEEN, DRAFT, HOST, MESSAGES
 from flexspec.compiler.prices.machine import MACHINES, open_machine
 from flexspec.compiler.prices.plan_models import open_profile
 from flexspec.compiler.prices.problem import Problem
 from flexspec.draft_plan import DraftPlan
 from flexspec.errors import PlanError
-from flexspec.runtime.local_ranks import host_cores
+from flexspec.host import usable_cores
+from flexspec.runtime.measure.round_runs import MeasuredRound
+from flexspec.runtime.measure.run_plans import whole_rounds
 from flexspec.runtime.measure.trials import draft_entry, trials_of_machine
 from flexspec.types import DType
 
@@ -33,7 +37,7 @@ def arguments(models: tuple[Path, Path]) -> list[str]:
     return ["plan", str(llm), "--ssm", str(ssm), "--machine", "cpu2", "--context", "64", "--dtype", "f32"]
 
 
-@pytest.mark.skipif(host_cores() < 2, reason="needs a core for each of two ranks")
+@pytest.mark.skipif(usable_cores() < 2, reason="needs a core for each of two ranks")
 def test_two_plans_run_and_are_told_line_by_line(models: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "one.toml").write_text(ONE)
@@ -42,21 +46,46 @@ def test_two_plans_run_and_are_told_line_by_line(models: tuple[Path, Path], tmp_
     done = flexspec(*arguments(models), "--requests", "2", "--turns", "1", "--json", "--compare", *plans)
     assert done.returncode == 0, done.stderr
     body = json.loads(done.stdout)
-    assert -1 <= body["spearman"] <= 1 and body["worst_ratio"] >= 1
     one, two = body["plans"]
+    same_order = (one["predicted_us"] < two["predicted_us"]) == (one["measured_us"] < two["measured_us"])
+    assert body["spearman"] == (1.0 if same_order else -1.0)
+    ratios = [plan["measured_us"] / plan["predicted_us"] for plan in (one, two)]
+    assert body["worst_ratio"] == pytest.approx(max(*ratios, *(1 / ratio for ratio in ratios)))
     assert (one["rows"], two["rows"], two["stages"]) == (2 * 11, 2 * 3, [[0, 1, [0]], [1, 2, [1]]])
     for plan in (one, two):
         sums = {line["part"]: line for line in plan["lines"] if line["what"] == "all"}
         for key in ("predicted_us", "measured_us"):
             assert sum(line[key] for line in sums.values()) == pytest.approx(plan[key])
             for part, line in sums.items():
-                own = [each[key] for each in plan["lines"] if each["part"] == part and each["what"] != "all"]
-                assert not own or sum(own) == pytest.approx(line[key])
+                classes_us = [each[key] for each in plan["lines"] if each["part"] == part and each["what"] != "all"]
+                assert not classes_us or sum(classes_us) == pytest.approx(line[key])
         assert plan["measured_us"] > 0 and plan["rounds"] >= 1
         classes = {line["what"] for line in plan["lines"] if line["part"] == "stage 0" and line["measured_us"] > 0}
         assert {"embedding", "rms_norm", "linear_group", "rope", "attention", "linear_add", "linear_swiglu"} <= classes
     assert list(sums) == ["draft", "stage 0", "hop 0-1", "stage 1", "messages", "host"]
     assert all(line["measured_us"] > 0 for line in sums.values())
+
+
+@pytest.mark.parametrize(
+    ("several", "draft_us", "expected"),
+    [
+        # One rank: what the engine calls verify beside the stages is the host's.
+        (False, 300.0, {"draft between": 300 - 120, "host": 1000 - 300 - 400}),
+        # Several: it is the messages' between rank 0 and the others.
+        (True, 300.0, {"draft between": 300 - 120, "messages": 500 - 400, "host": 1000 - 300 - 500}),
+        (True, 0.0, {"messages": 500 - 400, "host": 1000 - 500}),
+    ],
+)
+def test_a_round_is_its_lines(several: bool, draft_us: float, expected: dict[str, float]) -> None:
+    """A round of 1000 us, 500 of them to verify, in which stages were stamped for 400 and an SSM's programs for 120."""
+    lines = {("stage 0", "linear"): np.array([250.0]), ("stage 1", "linear"): np.array([150.0])}
+    if draft_us:
+        lines[DRAFT, "linear"] = np.array([120.0])
+    before = dict(lines)
+    names = {(DRAFT, BETWEEN): "draft between", (MESSAGES, ALL): "messages", (HOST, ALL): "host"}
+    whole = whole_rounds(lines, [MeasuredRound(1000.0, draft_us, 500.0, 7, [])], several)
+    assert {names[line]: float(us[0]) for line, us in whole.items() if line not in before} == expected
+    assert float(sum(us[0] for us in whole.values())) == 1000.0
 
 
 def problem(models: tuple[Path, Path], requests: int = 4) -> Problem:
@@ -80,7 +109,7 @@ def test_drafts_have_the_rows_that_they_run(models: tuple[Path, Path]) -> None:
 def test_the_list_has_what_the_machine_can_run(models: tuple[Path, Path]) -> None:
     trials = trials_of_machine(problem(models))
     layouts = {tuple(stage.degree for stage in trial.stages) for trial in trials}
-    assert layouts == ({(1,), (1, 1), (2,)} if host_cores() > 1 else {(1,)})
+    assert layouts == ({(1,), (1, 1), (2,)} if usable_cores() > 1 else {(1,)})
     assert {trial.batch for trial in trials} == {1, 2, 4}
     assert {trial.place.name for trial in trials} == {"none", "first"}
     assert len(trials_of_machine(problem(models, requests=1))) < len(trials)
@@ -107,7 +136,7 @@ def test_more_ranks_than_cores_and_no_weights(
     models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wide = tmp_path / "wide.toml"
-    many = 1 << host_cores().bit_length()
+    many = 1 << usable_cores().bit_length()
     text = (MACHINES / "cpu2.toml").read_text().replace("devices = 2", f"devices = {many}")
     (tmp_path / "many.toml").write_text(text)
     devices = ", ".join(map(str, range(many)))
