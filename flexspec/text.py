@@ -19,6 +19,7 @@ from typing import TypeVar
 from flexspec.errors import GraphTextError
 from flexspec.graph import Attr, Graph, Node, Value
 from flexspec.types import Dim, DType, Role, TensorType
+from flexspec.weight_formats.registry import weight_formats
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _TOKEN = re.compile(
@@ -124,7 +125,13 @@ class _Line:
         role = self.take("word", "a role")
         if role not in _ROLES:
             raise self.fail(f"one of {', '.join(_ROLES)} before this (found {role!r})")
-        return TensorType(_DTYPES[name], tuple(dims), _ROLES[role])
+        if self.peek() != ":":
+            return TensorType(_DTYPES[name], tuple(dims), _ROLES[role])
+        self.mark(":")
+        stored = self.take("word", "a weight format")
+        if stored not in weight_formats():
+            raise self.fail(f"one of {', '.join(weight_formats())} before this (found {stored!r})")
+        return TensorType(_DTYPES[name], tuple(dims), _ROLES[role], weight_formats()[stored])
 
     def dim(self) -> Dim:
         if self.peek().isdigit():

@@ -1,4 +1,4 @@
-"""Tensor types of the operator graph: dtype, named symbolic dims, role.
+"""Tensor types of the operator graph: dtype, named symbolic dims, role, and how a weight is stored.
 
 Shape letters, used everywhere: R requests, T tokens of the step (tree nodes of all requests, packed), L logit rows,
 B pages of a request, P pages of the pool, W ancestor words, S context, H heads, G kv heads, D head dim, E hidden,
@@ -7,8 +7,14 @@ F ffn, V vocab, X experts. A dim is an int or one of these letters while it is n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Dim = int | str
 
@@ -46,15 +52,46 @@ class Role(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a weight matrix is stored. Operators never see it: they compute with its values in the weight's dtype.
+
+    A format is one file in flexspec/weight_formats, found by its presence. Rows are stored one behind the other, in
+    blocks of consecutive elements: a matrix may be cut between any two rows, and along its rows between blocks.
+    """
+
+    name: str  # in the text form, in options and on pages
+    doc: str
+    dtype: DType | None  # the stored array has this dtype, one number an element; None: blocks of another make
+    block_elements: int  # a row has a multiple of these
+    block_bytes: int
+    # Dtypes that hold every stored value exactly; into others a value is rounded, to nearest even, as it is expanded.
+    exact: tuple[DType, ...]
+    # float32 [..., K] -> the stored rows [..., bytes or numbers]. Raises OverflowError for a value out of range.
+    encode: Callable[[NDArray[np.float32]], NDArray[np.generic]]
+    # What is stored, in float32. ``encode`` of it gives the same bytes again.
+    decode: Callable[[NDArray[np.generic]], NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
 class TensorType:
-    """``dtype[dims]:role``; dims are ints or symbolic letters."""
+    """``dtype[dims]:role``, and ``dtype[dims]:weight:format`` for a weight that is stored in another format.
+
+    ``dims`` are ints or symbolic letters. ``dtype`` is what operators compute with; ``format`` None stores just that.
+    """
 
     dtype: DType
     dims: tuple[Dim, ...]
     role: Role
+    format: WeightFormat | None = None
 
     def __str__(self) -> str:
-        return f"{self.dtype.value}[{','.join(str(d) for d in self.dims)}]:{self.role.value}"
+        stored = f":{self.format.name}" if self.format else ""
+        return f"{self.dtype.value}[{','.join(str(d) for d in self.dims)}]:{self.role.value}{stored}"
+
+    @property
+    def stored(self) -> str:
+        """Name of the format in which a weight is stored: that of its dtype if no other."""
+        return self.format.name if self.format else self.dtype.value
 
     def elements(self, sizes: dict[str, int]) -> int:
         """Number of elements with the symbolic dims bound by ``sizes``. Raises KeyError for an unbound letter."""
@@ -64,4 +101,7 @@ class TensorType:
         return n
 
     def bytes(self, sizes: dict[str, int]) -> int:
-        return self.elements(sizes) * self.dtype.size_bytes
+        """Bytes as stored."""
+        if self.format is None:
+            return self.elements(sizes) * self.dtype.size_bytes
+        return self.elements(sizes) // self.format.block_elements * self.format.block_bytes

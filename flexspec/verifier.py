@@ -11,7 +11,7 @@ from flexspec.errors import GraphError
 from flexspec.graph import Attr, Graph, Node, Value
 from flexspec.ops.record import OpRecord, record_of
 from flexspec.text import NAME, graph_lines, print_attr
-from flexspec.types import TensorType
+from flexspec.types import Role, TensorType
 
 _CONTEXT_LINES = 5
 
@@ -114,7 +114,24 @@ def _define(graph: Graph, known: dict[str, TensorType], value: Value, line: int)
     for dim in value.type.dims:
         if not (dim > 0 if isinstance(dim, int) else NAME.fullmatch(dim)):
             raise _at(graph, line, f"%{value.name}: dim {dim!r}", "dims above 0 or letters", "correct the type")
+    wrong = _wrong_format(value.type)
+    if wrong:
+        raise _at(graph, line, f"%{value.name}: {value.type}", wrong, "correct the type")
     known[value.name] = value.type
+
+
+def _wrong_format(kind: TensorType) -> str:
+    """What a type that names a weight format should be instead; empty for a legal one."""
+    if kind.format is None:
+        return ""
+    row = kind.dims[-1] if kind.dims else 0
+    if kind.role is not Role.WEIGHT or len(kind.dims) < 2 or not kind.dtype.is_float:
+        return "a format for weight matrices of a floating dtype only"
+    if kind.format.dtype is kind.dtype:
+        return f"no format: {kind.dtype.value} is stored as {kind.dtype.value}"
+    if not isinstance(row, int) or row % kind.format.block_elements:
+        return f"rows of whole blocks of {kind.format.block_elements}"
+    return ""
 
 
 def _at(graph: Graph, line: int, found: str, expected: str, fix: str) -> GraphError:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flexspec.errors import GraphError
-from flexspec.graph import Graph, Node
+from flexspec.graph import Graph, Node, Value
 from flexspec.ops.record import record_of
 from flexspec.types import DType
+from flexspec.weight_formats.registry import plain_format, stored_values
 
 TORCH_DTYPES = {
     DType.F32: torch.float32,
@@ -20,6 +24,18 @@ TORCH_DTYPES = {
     DType.I64: torch.int64,
     DType.U64: torch.uint64,
 }
+
+
+def weight_tensor(value: Value, array: NDArray[Any]) -> torch.Tensor:
+    """A weight as operators see it, in its dtype, on the CPU; a copy, since what comes from a file is read-only.
+
+    ``array`` is float32, or as canonical files hold it: of the weight's dtype, bfloat16 as its bits.
+    """
+    if array.dtype == np.float32:
+        seen = stored_values(value.name, value.type, array)
+    else:
+        seen = plain_format(value.type.dtype).decode(array)
+    return torch.from_numpy(np.array(seen)).to(TORCH_DTYPES[value.type.dtype])
 
 
 Exchange = tuple[Node, Sequence[torch.Tensor]]  # a node where ranks meet, and this rank's operands

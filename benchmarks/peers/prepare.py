@@ -13,20 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
-from numpy.typing import NDArray
 
 from flexspec.compiler.artifact.tensor_file import encode_tensors
 from flexspec.compiler.frontends.open_model import LoadedModel, open_model
 from flexspec.runtime.text.chat import ChatRenderer
 from flexspec.runtime.text.tokenizer import Tokenizer
-
-
-def to_bf16_bits(array: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """bfloat16 bits, rounded to the nearest, ties to even."""
-    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    return (rounded >> 16).astype(np.uint16)
+from flexspec.weight_formats.bf16 import to_bf16_bits
 
 
 def write_bf16_gguf(source: Path, out: Path) -> Path:

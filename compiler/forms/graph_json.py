@@ -31,4 +31,5 @@ def graph_json(graph: Graph) -> str:
 
 def _value(value: Value) -> dict[str, Any]:
     kind = value.type
-    return {"name": value.name, "dtype": kind.dtype.value, "dims": list(kind.dims), "role": kind.role.value}
+    body = {"name": value.name, "dtype": kind.dtype.value, "dims": list(kind.dims), "role": kind.role.value}
+    return body | ({"format": kind.format.name} if kind.format else {})

@@ -19,6 +19,7 @@ from flexspec.graph import Attr, Graph, Node, Value
 from flexspec.ops.record import OpRecord, all_records
 from flexspec.types import Dim, DType, Role, TensorType
 from flexspec.verifier import verify, verify_node
+from flexspec.weight_formats.registry import weight_formats
 
 BLOCK = "flexspec.block"  # on operations: the node's block, where it has one
 NAMES = "flexspec.names"  # on operations: names of the results; on function arguments: the argument's own name
@@ -153,6 +154,8 @@ class _Codec:
         encoding = {"role": self.attr(kind.role.value)}
         if symbols:
             encoding["symbols"] = self.ir.ArrayAttr.get([self.attr(symbol) for symbol in symbols])
+        if kind.format:
+            encoding["format"] = self.attr(kind.format.name)
         return self.ir.RankedTensorType.get(shape, self._element(kind.dtype), self.ir.DictAttr.get(encoding))
 
     def read_type(self, kind: Any) -> TensorType:
@@ -166,11 +169,14 @@ class _Codec:
                 next(symbols) if tensor.is_dynamic_dim(i) else tensor.shape[i] for i in range(tensor.rank)
             ]
             dtype = next(dtype for dtype in DType if self._element(dtype) == tensor.element_type)
+            stored = weight_formats()[encoding["format"].value] if "format" in encoding else None
         except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
-            raise GraphTextError(f"type {kind}", "tensor<..., {role = ..., symbols = [...]}>", _FIX) from None
+            raise GraphTextError(
+                f"type {kind}", "tensor<..., {role = ..., symbols = [...], format = ...}>", _FIX
+            ) from None
         if next(symbols, None) is not None:
             raise GraphTextError(f"type {kind}", "as many symbols as dynamic dims", _FIX)
-        return TensorType(dtype, tuple(dims), role)
+        return TensorType(dtype, tuple(dims), role, stored)
 
     def _element(self, dtype: DType) -> Any:
         ir = self.ir

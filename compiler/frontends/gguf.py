@@ -21,9 +21,10 @@ from flexspec.compiler.frontends.loaded_model import LoadedModel
 from flexspec.compiler.frontends.rope_settings import rope_from_gguf
 from flexspec.compiler.frontends.settings import Settings, check_sliding_window
 from flexspec.compiler.frontends.tokenizer_gguf import build_tokenizer_json, special_token_texts
-from flexspec.compiler.frontends.weights import check_layer_count, finite, widen_bf16
+from flexspec.compiler.frontends.weights import check_layer_count, finite
 from flexspec.errors import ModelConfigError, WeightError
 from flexspec.models.config import ModelConfig, check_config
+from flexspec.weight_formats.bf16 import widen_bf16
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.compiler.frontends.files import check_file, parse_json, read_bytes, read_json_object
-from flexspec.compiler.frontends.weights import finite, widen_bf16
+from flexspec.compiler.frontends.weights import finite
 from flexspec.errors import ModelFileError, WeightError
+from flexspec.weight_formats.bf16 import widen_bf16
 
 _WHAT = "a safetensors file"
 _FIX = "the file was cut or damaged: download it again"

@@ -18,11 +18,6 @@ from flexspec.models.config import WeightSource
 _MOST_NAMES_SHOWN = 8
 
 
-def widen_bf16(raw_u16: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Exact float32 values of bfloat16 bit patterns."""
-    return (raw_u16.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
 def finite(array: NDArray[np.float32], name: str, path: Path) -> NDArray[np.float32]:
     """``array`` itself; raises WeightError for a NaN or an infinity, the marks of a damaged or overflowed file."""
     flat = array.reshape(-1)

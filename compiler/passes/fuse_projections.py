@@ -10,18 +10,19 @@ _MOST = 8  # products of a group; the record's arity is 1 + 2 * 8
 
 
 def fuse_projections(graph: Graph) -> Graph:
-    """Group linears of one x and one block that agree on having a bias; the group stands where its first member stood.
+    """Group linears of one x and one block that agree on having a bias and on the format of their weights.
 
-    Weights and biases are graph inputs, so nothing a group reads can be defined between its members. A linear with an
-    operand that a node computes is left alone.
+    The group stands where its first member stood. Weights and biases are graph inputs, so nothing a group reads can be
+    defined between its members. A linear with an operand that a node computes is left alone.
     """
-    computed = graph.producers()
-    groups: dict[tuple[str, bool, int | None], list[int]] = {}
+    computed, types = graph.producers(), graph.types()
+    groups: dict[tuple[str, bool, str, int | None], list[int]] = {}
     for at, node in enumerate(graph.nodes):
         if node.op == "linear" and not any(name in computed for name in node.inputs[1:]):
-            groups.setdefault((node.inputs[0], len(node.inputs) == 3, node.block), []).append(at)
+            x, weight, *bias = node.inputs
+            groups.setdefault((x, bool(bias), types[weight].stored, node.block), []).append(at)
     nodes: list[Node | None] = list(graph.nodes)
-    for (_, biased, _), members in groups.items():
+    for (_, biased, _, _), members in groups.items():
         for first in range(0, len(members), _MOST):
             part = members[first : first + _MOST]
             if len(part) > 1:

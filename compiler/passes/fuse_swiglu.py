@@ -8,8 +8,8 @@ from flexspec.graph import Graph, Node
 
 
 def fuse_swiglu(graph: Graph) -> Graph:
-    """Fuse where both products have no bias, the same x, and no other reader."""
-    producers, users = graph.producers(), graph.users()
+    """Fuse where both products have no bias, the same x, weights stored alike, and no other reader."""
+    producers, users, types = graph.producers(), graph.users(), graph.types()
     nodes: list[Node | None] = list(graph.nodes)
     for at, node in enumerate(graph.nodes):
         if node.op != "swiglu" or not all(name in producers for name in node.inputs):
@@ -17,7 +17,9 @@ def fuse_swiglu(graph: Graph) -> Graph:
         gate_at, up_at = (producers[name] for name in node.inputs)
         gate, up = graph.nodes[gate_at], graph.nodes[up_at]
         fusible = gate_at != up_at and gate.inputs[0] == up.inputs[0]
-        if fusible and all(_private_product(graph, product, users) for product in (gate, up)):
+        if not fusible or not all(_private_product(graph, product, users) for product in (gate, up)):
+            continue
+        if types[gate.inputs[1]].stored == types[up.inputs[1]].stored:
             nodes[gate_at] = nodes[up_at] = None
             nodes[at] = replace(node, op="linear_swiglu", inputs=(gate.inputs[0], gate.inputs[1], up.inputs[1]))
     return replace(graph, nodes=tuple(node for node in nodes if node is not None))

@@ -21,7 +21,8 @@ MODES = ("prefill", "incremental", "tree_verify")
 
 def _shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
     q, k, v, k_cache, v_cache = types[:5]
-    same_dtype("attention", types[:5])
+    same_dtype("attention", types[:3])
+    same_dtype("attention", types[3:5])
     ranks = [len(t.dims) for t in types]
     require(
         ranks == [3, 3, 3, 4, 4, 1, 1, 1, 2, 2], "attention", types,
@@ -75,9 +76,10 @@ def _flops(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, 
 def _bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
     """q, k, v, output; new K/V written; committed K/V of each request read once; the small step inputs."""
     del attrs
-    rows = sum(t.bytes(sizes) for t in ins[:3]) + outs[0].bytes(sizes) + ins[1].bytes(sizes) + ins[2].bytes(sizes)
+    cached = ins[3].dtype.size_bytes
+    rows = sum(t.bytes(sizes) for t in ins[:3]) + outs[0].bytes(sizes) + 2 * ins[1].elements(sizes) * cached
     row_elements = extent(ins[1].dims[1], sizes) * extent(ins[1].dims[2], sizes)
-    committed = 2 * sizes["R"] * _seen(sizes) * row_elements * ins[3].dtype.size_bytes
+    committed = 2 * sizes["R"] * _seen(sizes) * row_elements * cached
     return rows + committed + sum(t.bytes(sizes) for t in ins[5:])
 
 
@@ -118,7 +120,7 @@ def _reference(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tens
         count = rows.stop - rows.start
         logical = torch.arange(context + count, device=q.device)
         slots = page_table[r, logical // page].long() * page + logical % page
-        k_slots[slots[context:]], v_slots[slots[context:]] = k[rows], v[rows]
+        k_slots[slots[context:]], v_slots[slots[context:]] = k[rows].to(k_new.dtype), v[rows].to(v_new.dtype)
         visible = _visible(context, count, bool(causal[r]), words[rows])
         out[rows] = _attend(q[rows], k_slots[slots], v_slots[slots], visible, scale)
     return out, k_new, v_new

@@ -87,8 +87,8 @@ def find_compiler() -> str:
 
 
 def header_files() -> dict[str, bytes]:
-    """The templates a generated source includes, by file name."""
-    return {path.name: path.read_bytes() for path in sorted(TEMPLATES.glob("*.h"))}
+    """The templates a generated source includes, by path below their folder."""
+    return {path.relative_to(TEMPLATES).as_posix(): path.read_bytes() for path in sorted(TEMPLATES.rglob("*.h"))}
 
 
 def build_key(source: str, isa: str, compiler: str) -> str:

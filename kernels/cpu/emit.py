@@ -22,11 +22,7 @@ def _elem(e: Emitter, name: str) -> str:
 
 
 def _vector(e: Emitter, *names: str) -> str:
-    return f"c.weight<float>({e.weight('vector', names)})"
-
-
-def _matrix(e: Emitter, *names: str) -> str:
-    return f"c.weight<{e.elem}>({e.weight('matrix', names)})"
+    return e.weight("vector", names)
 
 
 def _result(e: Emitter, node: Node) -> Place:
@@ -53,10 +49,11 @@ def embedding(e: Emitter, index: int, node: Node) -> None:
     if e.graph.inputs[0].name != ids:
         raise CompileError(f"embedding reads {ids}", "the step's ids_T", "feed token ids straight into embedding")
     if node.attrs:  # first_row
-        embedding_share(e, node, _matrix(e, table))
+        embedding_share(e, node)
         return
+    kinds, matrix = e.matrix("matrix", table)
     out = e.allocate(node.outputs[0].name, elem=False)
-    e.call(f"embedding<{e.elem}, {e.columns(table)}>(c, tid, s.T, s.ids, {_matrix(e, table)}, {e.rows(out)})")
+    e.call(f"embedding<{kinds}, {e.columns(table)}>(c, tid, s.T, s.ids, {matrix}, {e.rows(out)})")
 
 
 def rms_norm(e: Emitter, index: int, node: Node) -> None:
@@ -84,8 +81,7 @@ def rope(e: Emitter, index: int, node: Node) -> None:
     cos, sin = e.weight("cos", key, table), e.weight("sin", key, table)
     source = _float(e, x)
     out = _in_place(e, index, x, node.outputs[0].name)
-    tables = f"c.weight<float>({cos}), c.weight<float>({sin})"
-    e.call(f"rope<{size}>(c, tid, s.T, {heads}, {source}, s.positions, {tables}, {e.rows(out)})")
+    e.call(f"rope<{size}>(c, tid, s.T, {heads}, {source}, s.positions, {cos}, {sin}, {e.rows(out)})")
 
 
 def attention(e: Emitter, index: int, node: Node) -> None:
@@ -110,10 +106,11 @@ def _bias(e: Emitter, names: tuple[str, ...]) -> str:
 def linear(e: Emitter, index: int, node: Node) -> None:
     x, w, *bias = node.inputs
     n, k = e.graph.types()[w].dims
+    kinds, matrix = e.matrix("matrix", w)
     name = node.outputs[0].name
     if name == e.graph.outputs[0]:
         e.call(
-            f"gemm_logits<{e.elem}, {k}, {n}>(c, s, tid, {_elem(e, x)}, {_matrix(e, w)}, {_bias(e, tuple(bias))})",
+            f"gemm_logits<{kinds}, {k}, {n}>(c, s, tid, {_elem(e, x)}, {matrix}, {_bias(e, tuple(bias))})",
             row_local=False,
         )
         return
@@ -121,7 +118,7 @@ def linear(e: Emitter, index: int, node: Node) -> None:
     out = e.allocate(name, elem=False)
     epilogue = f"StoreRows{{{e.rows(out)}, {_bias(e, tuple(bias))}}}"
     e.call(
-        f"gemm<{e.elem}, {k}, {n}>(c, tid, {row_count(e.graph, x)}, {source}, {_matrix(e, w)}, {epilogue})",
+        f"gemm<{kinds}, {k}, {n}>(c, tid, {row_count(e.graph, x)}, {source}, {matrix}, {epilogue})",
         row_local=False,
     )
 
@@ -141,7 +138,8 @@ def linear_group(e: Emitter, index: int, node: Node) -> None:
         column += columns
     k = e.columns(weights[0])
     epilogue = f"StoreRows{{{e.rows(whole)}, {_bias(e, biases)}}}"
-    e.call(f"gemm<{e.elem}, {k}, {column}>(c, tid, s.T, {source}, {_matrix(e, *weights)}, {epilogue})", row_local=False)
+    kinds, matrix = e.matrix("matrix", *weights)
+    e.call(f"gemm<{kinds}, {k}, {column}>(c, tid, s.T, {source}, {matrix}, {epilogue})", row_local=False)
 
 
 def linear_swiglu(e: Emitter, index: int, node: Node) -> None:
@@ -149,19 +147,20 @@ def linear_swiglu(e: Emitter, index: int, node: Node) -> None:
     f, k = e.graph.types()[gate].dims
     source = _elem(e, x)
     out = e.allocate(node.outputs[0].name, elem=True)
-    weight = f"c.weight<{e.elem}>({e.weight('swiglu', (gate, up))})"
-    operands = f"{source}, {weight}, {e.rows(out, elem_type=True)}"
-    e.call(f"gemm_swiglu<{e.elem}, {k}, {f}>(c, tid, {row_count(e.graph, x)}, {operands})", row_local=False)
+    kinds, matrix = e.matrix("swiglu", gate, up)
+    operands = f"{source}, {matrix}, {e.rows(out, elem_type=True)}"
+    e.call(f"gemm_swiglu<{kinds}, {k}, {f}>(c, tid, {row_count(e.graph, x)}, {operands})", row_local=False)
 
 
 def linear_add(e: Emitter, index: int, node: Node) -> None:
     x, w, residual, *bias = node.inputs
     n, k = e.graph.types()[w].dims
+    kinds, matrix = e.matrix("matrix", w)
     source, addend = _elem(e, x), _float(e, residual)
     out = _in_place(e, index, residual, node.outputs[0].name)
     epilogue = f"AddRows{{{e.rows(out)}, {addend}, {_bias(e, tuple(bias))}}}"
     e.call(
-        f"gemm<{e.elem}, {k}, {n}>(c, tid, {row_count(e.graph, x)}, {source}, {_matrix(e, w)}, {epilogue})",
+        f"gemm<{kinds}, {k}, {n}>(c, tid, {row_count(e.graph, x)}, {source}, {matrix}, {epilogue})",
         row_local=False,
     )
 

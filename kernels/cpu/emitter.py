@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 from flexspec.errors import CompileError
 from flexspec.graph import Graph, Node
-from flexspec.kernels.cpu.pack import PackedWeight
+from flexspec.kernels.cpu.pack import PackedWeight, RotaryTables
 from flexspec.kernels.cpu.places import Arena, Place, Roots, row_stride, width
+from flexspec.kernels.cpu.weight_formats.registry import cpu_format
 from flexspec.types import DType, Role
+from flexspec.weight_formats.registry import format_of
 
 BARRIER = "    c.team.barrier();"
 MARK = "    c.mark("
@@ -31,6 +33,7 @@ class Emitter:
     lines: list[str] = field(default_factory=list)
     row_local: bool = True  # everything since the last barrier only touched the thread's own rows
     layer_types: list[str] = field(default_factory=list)
+    formats: set[str] = field(default_factory=set)  # names of the weight formats that its templates expand
 
     @property
     def elem(self) -> str:
@@ -39,11 +42,33 @@ class Emitter:
     def columns(self, name: str) -> int:
         return width(self.graph, name)
 
-    def weight(self, kind: str, names: tuple[str, ...], table: tuple[object, object] | None = None) -> int:
+    def weight(self, kind: str, names: tuple[str, ...], table: RotaryTables | None = None) -> str:
+        """A pointer to float32 numbers of the weight table; an entry of the same kind and names is there once."""
+        return f"c.weight<float>({self._entry(PackedWeight(kind, names, table=table))})"
+
+    def matrix(self, kind: str, *names: str) -> tuple[str, str]:
+        """The element type and format of a product as template arguments, and a pointer to the packed matrices.
+
+        Raises CompileError for matrices of several formats in one product.
+        """
+        stored = {format_of(self.graph.types()[name]).name: format_of(self.graph.types()[name]) for name in names}
+        if len(stored) > 1:
+            raise CompileError(
+                f"weights {', '.join(names)} stored as {', '.join(stored)}",
+                "one format for matrices that are multiplied together",
+                "leave these products apart (the passes that fuse do), or store the weights alike",
+            )
+        ((name, weight_format),) = stored.items()
+        cpu_format(weight_format)  # refuses what no template expands
+        entry = self._entry(PackedWeight(kind, names, weight_format))
+        self.formats.add(name)
+        return f"{self.elem}, weights::{name}", f"c.weight<char>({entry})"
+
+    def _entry(self, wanted: PackedWeight) -> int:
         for i, entry in enumerate(self.table):
-            if entry.kind == kind and entry.names == names:
+            if (entry.kind, entry.names) == (wanted.kind, wanted.names):
                 return i
-        self.table.append(PackedWeight(kind, names, table))  # type: ignore[arg-type]
+        self.table.append(wanted)
         return len(self.table) - 1
 
     def wants_elem(self, name: str) -> bool:

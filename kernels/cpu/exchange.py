@@ -86,7 +86,7 @@ def send(e: Emitter, index: int, node: Node) -> None:
     e.call(f"exchange(tid, {index}, {row_count(e.graph, node.inputs[0])}, {source}, {_NOTHING})", row_local=False)
 
 
-def embedding_share(e: Emitter, node: Node, matrix: str) -> None:
+def embedding_share(e: Emitter, node: Node) -> None:
     """Rows of the ids that this rank holds, zeros for the others."""
     if not has_exchanges(e.graph):
         raise CompileError(
@@ -94,8 +94,9 @@ def embedding_share(e: Emitter, node: Node, matrix: str) -> None:
         )
     ids, table = node.inputs
     held, columns = e.graph.types()[table].dims[0], e.columns(table)
+    kinds, matrix = e.matrix("matrix", table)
     out = e.rows(e.allocate(node.outputs[0].name, elem=False))
     own = f"reinterpret_cast<int32_t*>(buf<float>(c, {e.arena.take(64, padded=True)}))"  # 16 numbers a row
     e.call(f"own_ids(tid, s.T, s.ids, {held}, {own})", row_local=False)
-    e.call(f"embedding<{e.elem}, {columns}>(c, tid, s.T, {own}, {matrix}, {out})")
+    e.call(f"embedding<{kinds}, {columns}>(c, tid, s.T, {own}, {matrix}, {out})")
     e.call(f"zero_others(c, tid, s.T, {own}, {out}, {columns})")

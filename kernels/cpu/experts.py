@@ -16,9 +16,9 @@ def router(e: Emitter, index: int, node: Node) -> None:
     experts, columns = e.graph.types()[weight].dims
     rows, source = row_count(e.graph, x), e.read(x, elem=True)
     out = e.rows(e.allocate(node.outputs[0].name, elem=False))
-    matrix = f"c.weight<{e.elem}>({e.weight('matrix', (weight,))})"
+    kinds, matrix = e.matrix("matrix", weight)
     e.call(
-        f"gemm<{e.elem}, {columns}, {experts}>(c, tid, {rows}, {source}, {matrix}, StoreRows{{{out}, nullptr}})",
+        f"gemm<{kinds}, {columns}, {experts}>(c, tid, {rows}, {source}, {matrix}, StoreRows{{{out}, nullptr}})",
         row_local=False,
     )
     flags = ", ".join("true" if flag else "false" for flag in (node.attr("softmax") == "all", node.attr("normalize")))
@@ -46,13 +46,13 @@ def moe_experts(e: Emitter, index: int, node: Node) -> None:
 
     of = f"ExpertRows<{experts}>(buf<int32_t>(c, {numbers}))"
     gathered, hidden = pairs(width), pairs(ffn)
-    both = f"c.weight<{e.elem}>({e.weight('experts_swiglu', (gate, up))})"
-    last = f"c.weight<{e.elem}>({e.weight('experts', (down,))})"
+    gate_up_kinds, gate_up = e.matrix("experts_swiglu", gate, up)
+    down_kinds, last = e.matrix("experts", down)
     for call in (
         f"list_experts<{experts}, {chosen}>(tid, {rows}, {weights}, {of})",
         f"gather_experts<{e.elem}, {width}>(c, tid, {of}, {source}, {gathered})",
-        f"experts_swiglu<{e.elem}, {width}, {ffn}>(c, tid, {of}, {gathered}, {both}, {hidden})",
-        f"experts_down<{e.elem}, {ffn}, {width}>(c, tid, {rows}, {of}, {weights}, {hidden}, {last}, {out})",
+        f"experts_swiglu<{gate_up_kinds}, {width}, {ffn}>(c, tid, {of}, {gathered}, {gate_up}, {hidden})",
+        f"experts_down<{down_kinds}, {ffn}, {width}>(c, tid, {rows}, {of}, {weights}, {hidden}, {last}, {out})",
     ):
         e.call(call, row_local=False)
     for buffer in taken:

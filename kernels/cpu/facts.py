@@ -14,7 +14,6 @@ from flexspec.graph import Graph
 from flexspec.kernels.cpu.pack import PackedWeight, packed_bytes
 from flexspec.models.registry import expected_weights
 from flexspec.step_sizes import StepSizes, step_sizes
-from flexspec.types import DType
 
 SYMBOL = "fs_facts"
 
@@ -45,9 +44,7 @@ def read_facts(library: ctypes.CDLL) -> ProgramFacts:
     return ProgramFacts(outputs, id_rows, positions, columns, read, tuple(weights))
 
 
-def facts_of(graph: Graph, table: tuple[PackedWeight, ...], dtype: DType) -> ProgramFacts:
+def facts_of(graph: Graph, table: tuple[PackedWeight, ...]) -> ProgramFacts:
     """The facts of a graph with its weight table. Raises CompileError when a size of the step is not fixed."""
     shapes: Mapping[str, tuple[int, ...]] = expected_weights(graph)
-    return ProgramFacts(
-        **asdict(step_sizes(graph)), weight_bytes=tuple(packed_bytes(entry, shapes, dtype) for entry in table)
-    )
+    return ProgramFacts(**asdict(step_sizes(graph)), weight_bytes=tuple(packed_bytes(entry, shapes) for entry in table))

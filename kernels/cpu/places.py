@@ -119,12 +119,20 @@ def has_exchanges(graph: Graph) -> bool:
 
 
 def element_type(graph: Graph) -> DType:
-    """The one dtype of weights and KV. Raises CompileError for a mix or a dtype without a CPU kernel."""
-    kinds = {v.type.dtype for v in graph.inputs if v.type.role in (Role.WEIGHT, Role.KV)}
-    if len(kinds) != 1 or not kinds <= {DType.F32, DType.BF16}:
+    """The dtype of matrix products and of the KV caches.
+
+    Raises CompileError for several, a dtype without a CPU kernel, or caches of another one.
+    """
+    kinds = {v.type.dtype for v in graph.inputs_of(Role.WEIGHT)}
+    caches = {v.type.dtype for v in graph.inputs_of(Role.KV)}
+    if len(kinds | caches) != 1 or not kinds | caches <= {DType.F32, DType.BF16}:
         raise CompileError(
-            f"graph {graph.name} holds weights and KV of {sorted(k.value for k in kinds)}",
+            f"graph {graph.name} computes with weights of {_names(kinds)} and KV of {_names(caches)}",
             "all bf16 or all f32",
-            "compile with --dtype bf16 or --dtype f32",
+            "compile with --dtype bf16 or --dtype f32 (weights may be stored otherwise: --weights)",
         )
-    return kinds.pop()
+    return (kinds | caches).pop()
+
+
+def _names(kinds: set[DType]) -> str:
+    return ", ".join(sorted(kind.value for kind in kinds)) or "nothing"

@@ -17,7 +17,6 @@ from flexspec.kernels.cpu.facts import SYMBOL, ProgramFacts, facts_of
 from flexspec.kernels.cpu.pack import PackedWeight
 from flexspec.kernels.cpu.places import Roots, element_type, has_exchanges, kernel_of
 from flexspec.step_sizes import has_logits
-from flexspec.types import DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,6 @@ class CpuProgram:
 
     source: str
     weights: tuple[PackedWeight, ...]
-    dtype: DType
     facts: ProgramFacts
 
 
@@ -72,9 +70,10 @@ def _finish(e: Emitter) -> CpuProgram:
         elem, _, kv_heads, size = e.layer_types[0].split(", ")
         kv = f"KvLayout<{elem}, {kv_heads}, {size}>"
     ranked = has_exchanges(e.graph)
-    facts = facts_of(e.graph, tuple(e.table), e.dtype)
+    facts = facts_of(e.graph, tuple(e.table))
     source = PROGRAM.format(
         name=e.graph.name.rpartition(".rank")[0] if ranked else e.graph.name,
+        formats="".join(f'#include "weights/{name}.h"\n' for name in sorted(e.formats)),
         hash="of a rank" if ranked else e.graph.hash(),
         offsets=", ".join(str(o) for o in offsets) or "0",
         row_bytes=total,
@@ -90,7 +89,7 @@ def _finish(e: Emitter) -> CpuProgram:
         symbol=SYMBOL,
         facts=", ".join(str(number) for number in facts.numbers()),
     )
-    return CpuProgram(source, tuple(e.table), e.dtype, facts)
+    return CpuProgram(source, tuple(e.table), facts)
 
 
 def _check_logits(graph: Graph) -> None:
@@ -108,7 +107,7 @@ def _check_logits(graph: Graph) -> None:
 PROGRAM = """\
 // Generated from graph {name} ({hash}); one template call per operator. Do not edit: change the graph or the templates.
 #include "entry.h"
-
+{formats}
 namespace {{
 using namespace fs;
 

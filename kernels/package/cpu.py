@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.write import ArtifactWriter
 from flexspec.graph import Graph
@@ -37,8 +35,8 @@ class CpuPackage:
         if not self.isas:
             return ()
         program = render(split_logits(graph)[0])
-        packed = {f"{i:03d}.{entry.kind}": pack(entry, get, program.dtype) for i, entry in enumerate(program.weights)}
-        bf16 = [tensor for tensor, array in packed.items() if array.dtype == np.uint16]
+        packed = {f"{i:03d}.{entry.kind}": pack(entry, get) for i, entry in enumerate(program.weights)}
+        bf16 = [tensor for tensor, entry in zip(packed, program.weights, strict=True) if entry.is_bf16]
         places = weights.add(layout.packed_weights(name), packed, bf16=bf16)
         self.writer.add_bytes(layout.cpu_source(name), program.source.encode())
         self.digests[name] = {}

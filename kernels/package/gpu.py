@@ -1,12 +1,12 @@
 """What an artifact stores for GPUs: generated kernels of every target, and weights as the graphs name them.
 
 The CPU programs read weights that are packed for their tiles; on a GPU a graph's matrix products run through torch,
-which takes them as they are. The kernels are gpu/package.py's.
+which takes them in their dtype: what the graphs store otherwise is expanded here. The kernels are gpu/package.py's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,15 +14,14 @@ from numpy.typing import NDArray
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.model_record import GpuRecord
 from flexspec.compiler.artifact.write import ArtifactWriter
-from flexspec.graph import Graph
-from flexspec.kernels.cpu.pack import GetWeight, to_bf16_bits
+from flexspec.graph import Graph, Value
+from flexspec.kernels.cpu.pack import GetWeight
 from flexspec.kernels.gpu.family import kernel_variants
 from flexspec.kernels.gpu.package import ResourceRows, package_kernels
 from flexspec.kernels.package.parts import Part
 from flexspec.kernels.package.weight_store import Place, WeightStore
 from flexspec.types import DType, Role
-
-_NUMPY_DTYPES = {DType.F32: np.float32, DType.F16: np.float16}
+from flexspec.weight_formats.registry import encode_weight, plain_format, stored_values
 
 
 def add_gpu_parts(
@@ -55,25 +54,26 @@ def add_gpu_parts(
 def _add_weights(store: WeightStore, model: Part) -> dict[str, Place]:
     """Store what no earlier model has; returns each weight's place."""
     tensors = _canonical(model.lowered, model.get)
-    return store.add(layout.canonical_weights(model.name), tensors, bf16=_bf16(tensors))
+    return store.add(layout.canonical_weights(model.name), tensors, bf16=_bf16(model.lowered))
 
 
 def add_canonical_weights(writer: ArtifactWriter, file: str, graph: Graph, get: GetWeight) -> None:
     """All weights of a graph in a file of their own."""
-    tensors = _canonical(graph, get)
-    writer.add_tensors(file, tensors, bf16=_bf16(tensors))
+    writer.add_tensors(file, _canonical(graph, get), bf16=_bf16(graph))
 
 
 def _canonical(graph: Graph, get: GetWeight) -> dict[str, NDArray[np.generic]]:
-    return {value.name: in_dtype(get(value.name), value.type.dtype) for value in graph.inputs_of(Role.WEIGHT)}
+    return {value.name: canonical_weight(value, get) for value in graph.inputs_of(Role.WEIGHT)}
 
 
-def _bf16(tensors: Mapping[str, NDArray[np.generic]]) -> list[str]:
-    return [name for name, array in tensors.items() if array.dtype == np.uint16]
+def canonical_weight(value: Value, get: GetWeight) -> NDArray[np.generic]:
+    """A weight as its graph's operators see it, in its dtype; bfloat16 as uint16 bits: numpy has no such type.
+
+    Raises WeightError for a value out of the format's range.
+    """
+    seen = stored_values(value.name, value.type, get(value.name))
+    return encode_weight(value.name, plain_format(value.type.dtype), seen)
 
 
-def in_dtype(array: NDArray[np.float32], dtype: DType) -> NDArray[np.generic]:
-    """The array rounded to ``dtype``; bfloat16 as uint16 bits, because numpy has no such type."""
-    if dtype is DType.BF16:
-        return to_bf16_bits(array)
-    return np.ascontiguousarray(array, _NUMPY_DTYPES[dtype])
+def _bf16(graph: Graph) -> list[str]:
+    return [value.name for value in graph.inputs_of(Role.WEIGHT) if value.type.dtype is DType.BF16]

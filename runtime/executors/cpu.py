@@ -58,7 +58,7 @@ class CpuExecutor:
         program = render(graph)
         isa = supported_isas()[0]
         library = build_path(program.source, isa)
-        packed = [pack(entry, get, program.dtype) for entry in program.weights]
+        packed = [pack(entry, get) for entry in program.weights]
         return cls(library, packed, pages=pages, max_rows=max_rows, threads=threads)
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:

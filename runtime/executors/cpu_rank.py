@@ -51,7 +51,7 @@ class CpuRank:
     ) -> None:
         program = render(split_logits(part.graph)[0])
         library = build_path(program.source, supported_isas()[0])
-        packed = [pack(entry, weights.__getitem__, program.dtype) for entry in program.weights]
+        packed = [pack(entry, weights.__getitem__) for entry in program.weights]
         self._open(part.rank, part.graph, library, packed, pages, max_rows, threads)
 
     @classmethod

@@ -23,7 +23,7 @@ from flexspec.kernels.gpu.attention.launch import SPLIT_KEYS
 from flexspec.kernels.gpu.family import Config, Kernels, KernelStep, Run, Variant, family_of, kernel_variants
 from flexspec.kernels.gpu.launch import BinaryKernels, SourceKernels, interpreting
 from flexspec.kernels.gpu.targets import TARGETS
-from flexspec.kernels.reference import TORCH_DTYPES
+from flexspec.kernels.reference import TORCH_DTYPES, weight_tensor
 from flexspec.ops.record import Reference, record_of
 from flexspec.runtime.executors.step import StepBatch, StepResult
 from flexspec.runtime.executors.top_successors import top_successors
@@ -49,10 +49,12 @@ class _Instruction:
 class TritonExecutor:
     """Runs any step graph, canonical or lowered, over its own paged pool (see runtime/executors/step.py: Executor).
 
-    ``weights`` are arrays by canonical name: float32, rounded here to the graph's dtype, or already of that dtype
-    (bfloat16 as uint16 bits). ``compiled`` are kernels compiled ahead of time, by variant: binaries run on NVIDIA GPUs,
-    sources anywhere else; what is missing is compiled at its first use. ``max_tree_tokens`` fixes the row tile and the
-    least number of ancestor words. ``exchange`` meets the other ranks, where the graph is one rank's part.
+    ``weights`` are arrays by canonical name: float32, or of each weight's dtype as artifacts store them (bfloat16 as
+    uint16 bits). Matrix products are torch's, which reads no other weight format: what a graph stores otherwise is
+    expanded to its dtype, here or when it was packaged (kernels/package/gpu.py). ``compiled`` are kernels compiled
+    ahead of time, by variant: binaries run on NVIDIA GPUs, sources anywhere else; what is missing is compiled at its
+    first use. ``max_tree_tokens`` fixes the row tile and the least number of ancestor words. ``exchange`` meets the
+    other ranks, where the graph is one rank's part.
     Raises WeightError for a missing weight or a wrong shape, ToolchainError when the device cannot run the kernels.
     """
 
@@ -223,11 +225,7 @@ def _place_weights(graph: Graph, weights: Mapping[str, NDArray[Any]], device: to
         if array is None or array.shape != value.type.dims:
             found = "is missing" if array is None else f"has shape {list(array.shape)}"
             raise WeightError(f"weight {value.name} {found}", str(value.type), "load the checkpoint of this graph")
-        if array.dtype == np.uint16:
-            host = torch.from_numpy(np.array(array.view(np.int16))).view(torch.bfloat16)
-        else:
-            host = torch.from_numpy(np.array(array))  # a copy: what comes from a file is read-only
-        placed[value.name] = host.to(TORCH_DTYPES[value.type.dtype]).to(device)
+        placed[value.name] = weight_tensor(value, array).to(device)
     return placed
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from flexspec.errors import WeightError
 from flexspec.graph import Graph
-from flexspec.kernels.reference import TORCH_DTYPES, run_graph
+from flexspec.kernels.reference import TORCH_DTYPES, run_graph, weight_tensor
 from flexspec.runtime.executors.step import StepBatch, StepResult
 from flexspec.runtime.executors.top_successors import top_successors
 from flexspec.types import PAGE_TOKENS, Role
@@ -22,8 +22,8 @@ from flexspec.types import PAGE_TOKENS, Role
 class ReferenceExecutor:
     """Runs any step graph, canonical or lowered, over its own paged pool (see runtime/executors/step.py: Executor).
 
-    ``weights`` are float32 arrays by canonical name; they are rounded to the graph's dtype. Raises WeightError for a
-    missing weight or a wrong shape.
+    ``weights`` are float32 arrays by canonical name; they are rounded as the graph stores them, and to its dtype.
+    Raises WeightError for a missing weight or a wrong shape.
     """
 
     def __init__(self, graph: Graph, weights: Mapping[str, NDArray[np.float32]], pages: int, max_rows: int) -> None:
@@ -132,5 +132,5 @@ def weight_tensors(graph: Graph, weights: Mapping[str, NDArray[np.float32]]) -> 
             raise WeightError(
                 f"weight {value.name} of shape {list(array.shape)}", f"{value.type}", "load the matching checkpoint"
             )
-        converted[value.name] = torch.from_numpy(np.array(array, np.float32)).to(TORCH_DTYPES[value.type.dtype])
+        converted[value.name] = weight_tensor(value, array)
     return converted

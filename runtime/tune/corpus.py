@@ -39,12 +39,6 @@ class Conversation:
         return self.ids[self.prompt_tokens :]
 
 
-def to_bf16_bits(x: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Round float32 to bfloat16 (nearest, ties to even) and return the bits. NaN is not handled: there is none."""
-    bits = x.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
 def _paths(folder: Path, shard: int) -> tuple[Path, Path]:
     return folder / f"shard-{shard:05d}.npz", folder / f"shard-{shard:05d}.states.npy"
 

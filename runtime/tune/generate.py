@@ -27,11 +27,11 @@ from flexspec.runtime.tune.corpus import (
     is_held_out,
     read_shard,
     shard_exists,
-    to_bf16_bits,
     write_shard,
 )
 from flexspec.runtime.tune.prompts import ChatFrame, PromptPlan, Text, plan_prompt
 from flexspec.types import PAGE_TOKENS
+from flexspec.weight_formats.bf16 import to_bf16_bits
 
 Report = Callable[[int, int, str], None]  # (done, total, detail)
 _LAG = 2  # a shard's tasks build on texts of shards at least so far behind, so that neighbours overlap in one batch

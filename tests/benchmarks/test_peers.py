@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from tiny_models import byte_level_tokens, random_weights, write_gguf
 
-from benchmarks.peers.prepare import prepare, read_prompts, to_bf16_bits
+from benchmarks.peers.prepare import prepare, read_prompts
 from benchmarks.peers.run import is_sane, summarise
 from benchmarks.peers.worker import Job, generate
 from flexspec.compiler.frontends.open_model import open_model
 from flexspec.runtime.text.tokenizer import Tokenizer
+from flexspec.weight_formats.bf16 import to_bf16_bits
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts.jsonl"
 CATEGORIES = {

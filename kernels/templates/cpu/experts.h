@@ -67,14 +67,14 @@ FS_KERNEL void gather_experts(Ctx& c, int tid, ExpertRows<X> of, Rows<E> x, Rows
 }
 
 // silu(x Wg^T) * (x Wu^T) of each expert, its gate and up blocks alternating as for gemm_swiglu.
-template <class E, int K, int F, int X>
-FS_KERNEL void experts_swiglu(Ctx& c, int tid, ExpertRows<X> of, Rows<E> x, const E* w, Rows<E> y) {
+template <class E, class W, int K, int F, int X>
+FS_KERNEL void experts_swiglu(Ctx& c, int tid, ExpertRows<X> of, Rows<E> x, const char* w, Rows<E> y) {
   constexpr int pairs = round_up(F, 16) / 16;
-  constexpr size_t expert = size_t(2 * pairs) * (round_up(K, kTileK) / kTileK) * kTileElems;
+  constexpr size_t expert = size_t(2 * pairs) * W::panel_bytes(round_up(K, kTileK) / kTileK);
   Range cols = share(pairs, tid, c.team.size());
   for (int e = 0; e < X; e++) {
     const int base = of.first[e];
-    panels<E, K>({x.row(base), x.ld}, of.count(e), w + e * expert, cols.lo, cols.hi, [&](int row, int pair, vf gate, vf up) {
+    panels<E, W, K>({x.row(base), x.ld}, of.count(e), w + e * expert, cols.lo, cols.hi, [&](int row, int pair, vf gate, vf up) {
       E* out = y.row(base + row) + pair * 16;
       Elem<E>::put(out, gate * Elem<E>::sigmoid(gate) * up);
       if (pairs % 2 && pair == pairs - 1) Elem<E>::put(out + 16, vf{});  // the next product reads whole tiles of k
@@ -83,16 +83,16 @@ FS_KERNEL void experts_swiglu(Ctx& c, int tid, ExpertRows<X> of, Rows<E> x, cons
 }
 
 // y[row] = sum over its experts e of routing[row][e] * (x We^T), N columns.
-template <class E, int K, int N, int X>
-FS_KERNEL void experts_down(Ctx& c, int tid, int T, ExpertRows<X> of, Rows<float> routing, Rows<E> x, const E* w, Rows<float> y) {
+template <class E, class W, int K, int N, int X>
+FS_KERNEL void experts_down(Ctx& c, int tid, int T, ExpertRows<X> of, Rows<float> routing, Rows<E> x, const char* w, Rows<float> y) {
   constexpr int pairs = round_up(N, 32) / 32;
-  constexpr size_t expert = size_t(2 * pairs) * (round_up(K, kTileK) / kTileK) * kTileElems;
+  constexpr size_t expert = size_t(2 * pairs) * W::panel_bytes(round_up(K, kTileK) / kTileK);
   Range cols = share(pairs, tid, c.team.size());
   for (int t = 0; t < T; t++)
     for (int n = cols.lo * 32; n < cols.hi * 32; n += 16) store(y.row(t) + n, vf{});
   for (int e = 0; e < X; e++) {
     const int base = of.first[e];
-    panels<E, K>({x.row(base), x.ld}, of.count(e), w + e * expert, cols.lo, cols.hi, [&](int row, int pair, vf v0, vf v1) {
+    panels<E, W, K>({x.row(base), x.ld}, of.count(e), w + e * expert, cols.lo, cols.hi, [&](int row, int pair, vf v0, vf v1) {
       const int t = of.rows[base + row];
       const float weight = routing.row(t)[e];
       float* out = y.row(t) + pair * 32;

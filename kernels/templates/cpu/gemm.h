@@ -1,4 +1,4 @@
-// Linear layers over packed weights: y = epilogue(x W^T). Threads split the output columns, so every output is made by
+// Linear layers over packed weights of any format W: y = epilogue(x W^T). Threads split the output columns, so every output is made by
 // one thread in one order. N and K are compile-time; x rows are padded to 16 in memory.
 #pragma once
 #include "context.h"
@@ -25,10 +25,13 @@ struct AddRows {  // y[row][n] = residual[row][n] + v (+ bias); y may be the res
 #if FS_AMX
 // A step is bound by reading weights, so nothing may leave the memory idle: the next pair's panel is prefetched evenly
 // over all k blocks, and the epilogue of one result runs row by row inside the k loop of the next.
-template <int K, class Emit>
-inline void amx_panels(Rows<bf16> x, int T, const bf16* w, int pair_lo, int pair_hi, const Emit& emit) {
+template <class W, int K, class Emit>
+inline void amx_panels(Rows<bf16> x, int T, const char* w, int pair_lo, int pair_hi, const Emit& emit) {
   constexpr int KB = round_up(K, kTileK) / kTileK, per_k = (32 + KB - 1) / KB;
-  constexpr size_t panel = size_t(KB) * kTileElems;
+  constexpr size_t panel = W::panel_bytes(KB);
+  constexpr int lines_per_k = int((2 * panel / 64 + KB - 1) / KB);  // of both column blocks
+  constexpr bool as_stored = std::is_same<W, weights::bf16>::value;
+  alignas(64) bf16 expanded[2][as_stored ? 1 : kTileElems];
   alignas(64) float out[2][32 * 32];
   int waiting = 0, done = 0, waiting_row = 0, waiting_pair = 0, at = 0;  // rows of out[at ^ 1] that still need emit
   auto emit_next = [&] {
@@ -39,9 +42,9 @@ inline void amx_panels(Rows<bf16> x, int T, const bf16* w, int pair_lo, int pair
   const int passes = (T + 31) / 32;
   amx_config(T < 16 ? T : 16);
   for (int pair = pair_lo; pair < pair_hi; pair++) {
-    const bf16 *w0 = w + 2 * size_t(pair) * panel, *w1 = w0 + panel;
-    const char* next = reinterpret_cast<const char*>(w0 + 2 * panel);
-    const int lines = pair + 1 < pair_hi ? (32 + passes - 1) / passes : 0;
+    const char *w0 = w + 2 * size_t(pair) * panel, *w1 = w0 + panel;
+    const char* next = w0 + 2 * panel;
+    const int lines = pair + 1 < pair_hi ? (lines_per_k + passes - 1) / passes : 0;
     for (int r = 0; r < T; r += 32) {
       const bool two = r + 16 < T;
       const bf16 *x0 = x.row(r), *x1 = x.row(r + 16);
@@ -54,12 +57,17 @@ inline void amx_panels(Rows<bf16> x, int T, const bf16* w, int pair_lo, int pair
       for (int k = 0; k < KB; k++, next += lines * 64) {
         for (int q = 0; q < lines; q++)
           if (passes == 1 || q % 8 == 7) _mm_prefetch(next + q * 64, _MM_HINT_T1);
-        if (passes == 1) {  // read once: weights need not push x out of the first cache level
-          _tile_stream_loadd(6, w0 + size_t(k) * kTileElems, 64);
-          _tile_stream_loadd(7, w1 + size_t(k) * kTileElems, 64);
+        if constexpr (!as_stored) {
+          Expand<bf16, W>::copy(W::tile(w0, k), expanded[0]);
+          Expand<bf16, W>::copy(W::tile(w1, k), expanded[1]);
+          _tile_loadd(6, expanded[0], 64);
+          _tile_loadd(7, expanded[1], 64);
+        } else if (passes == 1) {  // read once: weights need not push x out of the first cache level
+          _tile_stream_loadd(6, W::tile(w0, k), 64);
+          _tile_stream_loadd(7, W::tile(w1, k), 64);
         } else {
-          _tile_loadd(6, w0 + size_t(k) * kTileElems, 64);
-          _tile_loadd(7, w1 + size_t(k) * kTileElems, 64);
+          _tile_loadd(6, W::tile(w0, k), 64);
+          _tile_loadd(7, W::tile(w1, k), 64);
         }
         _tile_loadd(4, x0 + k * kTileK, x.ld * 2);
         _tile_dpbf16ps(0, 4, 6);
@@ -85,51 +93,51 @@ inline void amx_panels(Rows<bf16> x, int T, const bf16* w, int pair_lo, int pair
 }
 #endif
 
-template <class E, int K, class Emit>
-inline void panels(Rows<E> x, int T, const E* w, int pair_lo, int pair_hi, const Emit& emit) {
+template <class E, class W, int K, class Emit>
+inline void panels(Rows<E> x, int T, const char* w, int pair_lo, int pair_hi, const Emit& emit) {
   constexpr int KB = round_up(K, kTileK) / kTileK;
-  constexpr size_t panel = size_t(KB) * kTileElems;
+  constexpr size_t panel = W::panel_bytes(KB);
   if (T <= 0) return;
 #if FS_AMX
   if constexpr (sizeof(E) == 2) {
-    amx_panels<K>(x, T, w, pair_lo, pair_hi, emit);
+    amx_panels<W, K>(x, T, w, pair_lo, pair_hi, emit);
     return;
   }
 #endif
   alignas(64) float out[16 * 32];
   for (int pair = pair_lo; pair < pair_hi; pair++) {
-    const E* w0 = w + 2 * size_t(pair) * panel;
-    auto tile = [&](int k, int n) { return w0 + n * panel + size_t(k) * kTileElems; };
+    const char* w0 = w + 2 * size_t(pair) * panel;
+    auto tile = [&](int k, int n) { return W::tile(w0 + n * panel, k); };
     for (int r = 0; r < T; r += 16) {
       int rows = T - r < 16 ? T - r : 16;
-      TileProduct<E>::template run<2>(x.row(r), x.ld, rows, tile, KB, out, 32, true);
+      TileProduct<E, W>::template run<2>(x.row(r), x.ld, rows, tile, KB, out, 32, true);
       for (int i = 0; i < rows; i++) emit(r + i, pair, load<vf>(out + i * 32), load<vf>(out + i * 32 + 16));
     }
   }
 }
 
 // y = epilogue(x W^T), N columns (packed to a multiple of 32).
-template <class E, int K, int N, class Epilogue>
-FS_KERNEL void gemm(Ctx& c, int tid, int T, Rows<E> x, const E* w, const Epilogue& epilogue) {
+template <class E, class W, int K, int N, class Epilogue>
+FS_KERNEL void gemm(Ctx& c, int tid, int T, Rows<E> x, const char* w, const Epilogue& epilogue) {
   Range cols = share(round_up(N, 32) / 32, tid, c.team.size());
-  panels<E, K>(x, T, w, cols.lo, cols.hi, [&](int row, int pair, vf v0, vf v1) {
+  panels<E, W, K>(x, T, w, cols.lo, cols.hi, [&](int row, int pair, vf v0, vf v1) {
     epilogue(row, pair * 32, v0);
     epilogue(row, pair * 32 + 16, v1);
   });
 }
 
 // silu(x Wg^T) * (x Wu^T): gate and up blocks alternate in the packed weight, so both sit in one panel.
-template <class E, int K, int F>
-FS_KERNEL void gemm_swiglu(Ctx& c, int tid, int T, Rows<E> x, const E* w, Rows<E> y) {
+template <class E, class W, int K, int F>
+FS_KERNEL void gemm_swiglu(Ctx& c, int tid, int T, Rows<E> x, const char* w, Rows<E> y) {
   Range cols = share(round_up(F, 16) / 16, tid, c.team.size());
-  panels<E, K>(x, T, w, cols.lo, cols.hi, [&](int row, int pair, vf gate, vf up) {
+  panels<E, W, K>(x, T, w, cols.lo, cols.hi, [&](int row, int pair, vf gate, vf up) {
     Elem<E>::put(y.row(row) + pair * 16, gate * Elem<E>::sigmoid(gate) * up);
   });
 }
 
 // Logits with their argmax taken on the way (lowest index wins a tie); the [L, V] store happens only when asked for.
-template <class E, int K, int V>
-FS_KERNEL void gemm_logits(Ctx& c, const FsStep& s, int tid, Rows<E> x, const E* w, const float* bias) {
+template <class E, class W, int K, int V>
+FS_KERNEL void gemm_logits(Ctx& c, const FsStep& s, int tid, Rows<E> x, const char* w, const float* bias) {
   Range cols = share(round_up(V, 32) / 32, tid, c.team.size());
   Best* best = c.best + size_t(tid) * c.max_rows;
   for (int r = 0; r < s.L; r++) best[r] = {splat(-__builtin_inff()), vi{} - 1};
@@ -144,7 +152,7 @@ FS_KERNEL void gemm_logits(Ctx& c, const FsStep& s, int tid, Rows<E> x, const E*
     b.value = select(above, v, b.value);
     b.index = select(above, lanes + n, b.index);
   };
-  panels<E, K>(x, s.L, w, cols.lo, cols.hi, [&](int row, int pair, vf v0, vf v1) {
+  panels<E, W, K>(x, s.L, w, cols.lo, cols.hi, [&](int row, int pair, vf v0, vf v1) {
     block(row, pair * 32, v0);
     block(row, pair * 32 + 16, v1);
   });

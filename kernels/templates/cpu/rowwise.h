@@ -5,19 +5,14 @@
 namespace fs {
 
 // Rows of the packed (tied) embedding: element (v, k) sits in tile (v/16, k/32). One matrix serves both ends.
-template <class E, int K>
-FS_KERNEL void embedding(Ctx& c, int tid, int T, const int32_t* ids, const E* w, Rows<float> y) {
-  constexpr int KB = round_up(K, kTileK) / kTileK;
+template <class E, class W, int K>
+FS_KERNEL void embedding(Ctx& c, int tid, int T, const int32_t* ids, const char* w, Rows<float> y) {
+  constexpr size_t panel = W::panel_bytes(round_up(K, kTileK) / kTileK);
   Range rows = share(T, tid, c.team.size());
   for (int t = rows.lo; t < rows.hi; t++) {
-    const E* block = w + size_t(ids[t] / 16) * KB * kTileElems;
-    int lane = ids[t] % 16;
+    const char* block = w + size_t(ids[t] / 16) * panel;
     float* out = y.row(t);
-    for (int k = 0; k < K; k++) {
-      const E* tile = block + size_t(k / 32) * kTileElems;
-      out[k] = sizeof(E) == 2 ? Elem<E>::one(tile + (k % 32) / 2 * 32 + lane * 2 + k % 2)
-                              : Elem<E>::one(tile + (k % 32) * 16 + lane);
-    }
+    for (int k = 0; k < K; k++) out[k] = Expand<E, W>::one(W::tile(block, k / 32), k % 32, ids[t] % 16);
   }
 }
 

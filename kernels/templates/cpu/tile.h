@@ -1,12 +1,13 @@
 // The one matrix-product primitive: C[rows, 16*NB] (+)= A[rows, 32*nk] * B, with B in tiles of 32 k by 16 n.
 //
-// Tile layouts (weights, K cache and V cache all use them, so one primitive serves linear layers and attention):
-//   bf16: [16 pairs of k][16 n][2]  1 KiB, what AMX's TDPBF16PS reads; the vector path splits a pair with one shift
-//   f32:  [32 k][16 n]              2 KiB
+// A is of element type E. B is of any weight format W and expanded to E on the way (expand.h); K and V caches are tiles
+// of the format that stores E as it is, so one primitive serves linear layers and attention.
 // Every row is one accumulation chain over k in ascending order, whatever the number of rows: results are row-invariant
 // bit for bit, and a chain can be stopped in memory and taken up again (attention's tail does that).
 #pragma once
-#include "simd.h"
+#include <type_traits>
+
+#include "expand.h"
 
 #if defined(__AMX_BF16__)
 #define FS_AMX 1
@@ -15,8 +16,6 @@
 #endif
 
 namespace fs {
-
-constexpr int kTileK = 32, kTileN = 16, kTileElems = kTileK * kTileN;
 
 #if FS_AMX
 // Tiles 0-3 accumulate, 4-5 hold A, 6-7 hold B. `rows` rows of C and A are live.
@@ -51,25 +50,23 @@ inline void end_step() {
 #endif
 }
 
-// B(k, nb) -> pointer to the tile of k block k and column block nb.
-template <class E>
+// B(k, nb) -> the tile of k block k and column block nb.
+template <class E, class W = typename PlainFormat<E>::type>
 struct TileProduct {
+  using Weights = Expand<E, W>;
   template <int MR, int NB, class B>
   static void chunk(const E* a, int lda, const B& b, int nk, float* c, int ldc, bool init) {
     vf acc[MR][NB];
     for (int r = 0; r < MR; r++)
       for (int n = 0; n < NB; n++) acc[r][n] = init ? vf{} : load<vf>(c + r * ldc + n * 16);
     for (int k = 0; k < nk; k++) {
-      const E* tile[NB];
+      typename W::Tile tile[NB];
       for (int n = 0; n < NB; n++) tile[n] = b(k, n);
       const E* ak = a + k * kTileK;
       if constexpr (sizeof(E) == 2) {
         for (int p = 0; p < 16; p++) {
           vf lo[NB], hi[NB];
-          for (int n = 0; n < NB; n++) {
-            vu w = load<vu>(tile[n] + p * 32);
-            lo[n] = as_f(w << 16), hi[n] = as_f(w & 0xffff0000u);
-          }
+          for (int n = 0; n < NB; n++) Weights::pair(tile[n], p, lo[n], hi[n]);
           for (int r = 0; r < MR; r++) {
             vf x0 = splat(bf16_to_f32(ak[r * lda + 2 * p])), x1 = splat(bf16_to_f32(ak[r * lda + 2 * p + 1]));
             for (int n = 0; n < NB; n++) acc[r][n] = acc[r][n] + x0 * lo[n];
@@ -77,11 +74,14 @@ struct TileProduct {
           }
         }
       } else {
-        for (int p = 0; p < 32; p++)
+        for (int p = 0; p < 32; p++) {
+          vf b_p[NB];
+          for (int n = 0; n < NB; n++) b_p[n] = Weights::row(tile[n], p);
           for (int r = 0; r < MR; r++) {
             vf x = splat(ak[r * lda + p]);
-            for (int n = 0; n < NB; n++) acc[r][n] = acc[r][n] + x * load<vf>(tile[n] + p * 16);
+            for (int n = 0; n < NB; n++) acc[r][n] = acc[r][n] + x * b_p[n];
           }
+        }
       }
     }
     for (int r = 0; r < MR; r++)
@@ -93,7 +93,7 @@ struct TileProduct {
   static void run(const E* a, int lda, int rows, const B& b, int nk, float* c, int ldc, bool init) {
     static_assert(NB >= 1 && NB <= 4);
 #if FS_AMX
-    if constexpr (sizeof(E) == 2) {
+    if constexpr (std::is_same<W, weights::bf16>::value && sizeof(E) == 2) {
       amx<NB>(a, lda, rows, b, nk, c, ldc, init);
       return;
     }

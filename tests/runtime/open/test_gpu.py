@@ -20,12 +20,14 @@ from flexspec.draft_plan import DraftPlan
 from flexspec.errors import ArtifactError, CapacityError, ToolchainError
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.package.compile_model import CompileOptions, compile_model
-from flexspec.kernels.package.gpu import in_dtype
+from flexspec.kernels.package.gpu import canonical_weight
 from flexspec.models.config import ModelConfig
 from flexspec.models.llama import build_llama
+from flexspec.retype import store_weights
 from flexspec.runtime.executors import triton as triton_executor
 from flexspec.runtime.open import gpu as triton_open
-from flexspec.types import DType
+from flexspec.types import DType, Role
+from flexspec.weight_formats.registry import weight_formats
 
 VARIANTS = ("tree_verify_d16_g2_w2_p32", "incremental_d16_g2_w2_p32")
 
@@ -151,16 +153,17 @@ def test_missing_tensor_is_an_error(made: Made, monkeypatch: pytest.MonkeyPatch)
         models.executor(llm, 4, 16)
 
 
+@pytest.mark.parametrize("stored_as", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])
-def test_stored_weights_are_placed_as_they_were_rounded(dtype: DType) -> None:
+def test_stored_weights_are_placed_as_they_were_rounded(dtype: DType, stored_as: str) -> None:
     graph = build_llama(ModelConfig("llama", 32, 64, 1, 4, 2, 16, 96, 1e-5, 64), dtype)
+    graph = store_weights(graph, weight_formats()[stored_as])
     rng = np.random.default_rng(0)
     weights = {
         value.name: rng.standard_normal([int(dim) for dim in value.type.dims]).astype(np.float32)
-        for value in graph.inputs
-        if value.type.role.value == "weight"
+        for value in graph.inputs_of(Role.WEIGHT)
     }
-    stored = {name: in_dtype(array, dtype) for name, array in weights.items()}
+    stored = {value.name: canonical_weight(value, weights.__getitem__) for value in graph.inputs_of(Role.WEIGHT)}
     for array in stored.values():
         array.flags.writeable = False  # as from a mapped file
     placed, rounded = (triton_executor._place_weights(graph, each, torch.device("cpu")) for each in (stored, weights))

@@ -15,10 +15,11 @@ from flexspec.models.llama import build_llama
 from flexspec.runtime.executors.step import StepBatch, StepResult
 from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.runtime.tune.config import GenerateConfig
-from flexspec.runtime.tune.corpus import read_corpus, read_shard, split, to_bf16_bits
+from flexspec.runtime.tune.corpus import read_corpus, read_shard, split
 from flexspec.runtime.tune.generate import Generator, sample
 from flexspec.runtime.tune.prompts import OPENINGS, ChatFrame, Text, plan_prompt
 from flexspec.types import DType, Role
+from flexspec.weight_formats.bf16 import to_bf16_bits
 
 MODEL = ModelConfig("llama", 96, 16, 2, 2, 1, 8, 24, 1e-5, 512, tied_embeddings=True, eos_ids=(2,))
 FRAME = ChatFrame("<u>", "\x02\n<a>")

@@ -14,10 +14,11 @@ from flexspec.models.config import ModelConfig
 from flexspec.ops.rope import rope_tables
 from flexspec.runtime.tune.batches import draw_sub_vocabulary, padded_length, plan_batches
 from flexspec.runtime.tune.config import TrainConfig, TuneConfig
-from flexspec.runtime.tune.corpus import Conversation, kept_tokens, to_bf16_bits
+from flexspec.runtime.tune.corpus import Conversation, kept_tokens
 from flexspec.runtime.tune.evaluate import TOP, hit_rates, true_ranks
 from flexspec.runtime.tune.model import FusedStateNet, Weights, ssm_config, weight_shapes
 from flexspec.runtime.tune.train import Teacher, Trainer, kept_tensor, learning_rate
+from flexspec.weight_formats.bf16 import to_bf16_bits
 
 LLM = ModelConfig("llama", 40, 16, 2, 2, 1, 8, 24, 1e-5, 64, tied_embeddings=True)
 CONFIG = TrainConfig(
