@@ -45,7 +45,7 @@ class RoundCounter:
 
     def record_round(self, source: str, drafted: Sequence[int], accepted: Sequence[int], committed: int) -> None:
         del source, accepted
-        self.rounds += committed > 0  # a round is told once a source, its tokens with the first
+        self.rounds += committed > 0  # recorded once for each source, its tokens with the first
         self.committed += committed
         self.levels += [0] * (len(drafted) - len(self.levels))
         for depth, count in enumerate(drafted):
@@ -127,12 +127,12 @@ def _prompt(path: Path, number: int, line: str) -> Iterator[str]:
     expected = '{"prompt": "..."} or {"turns": ["...", ...]}'
     try:
         row = json.loads(line)
-        found = row["turns"][0] if "turns" in row else row["prompt"]
+        prompt = row["turns"][0] if "turns" in row else row["prompt"]
     except (ValueError, RecursionError, LookupError, TypeError):
-        found = None
-    if not isinstance(found, str) or not found.strip():
+        prompt = None
+    if not isinstance(prompt, str) or not prompt.strip():
         raise ProfileError(f"{path}, line {number}: {line:.60}", expected, "correct the line")
-    yield found
+    yield prompt
 
 
 def _checked(text: str) -> DraftPlan:

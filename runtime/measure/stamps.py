@@ -86,8 +86,8 @@ def verify_lines(stages: Sequence[Sequence[RankTimes]]) -> dict[Line, Steps]:
     lines: dict[Line, Steps] = {}
     before: Steps | None = None
     for number, ranks in enumerate(stages):
-        found, begin, end = stage_lines(ranks)
-        lines |= {(stage_part(number), what): values for what, values in found.items()}
+        of_stage, begin, end = stage_lines(ranks)
+        lines |= {(stage_part(number), what): values for what, values in of_stage.items()}
         if before is not None:
             lines[hop_part(number - 1), ALL] = begin - before
         before = end

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from interpreted import interpreted
 from step_models import chain_rows, on_cpu, random_weights
 
 import flexspec.ops
@@ -17,9 +18,11 @@ from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.errors import CompileError, GraphError
 from flexspec.graph import Graph
 from flexspec.kernels.cpu.render import render
+from flexspec.kernels.gpu.family import kernel_variants
 from flexspec.kernels.reference import run_graph
 from flexspec.ops import record
 from flexspec.runtime.executors.pages import pack_rows
+from flexspec.runtime.executors.triton import TritonExecutor
 from flexspec.text import parse_graph, print_graph
 from flexspec.types import DType
 from flexspec.verifier import verify
@@ -45,7 +48,8 @@ register(
     OpRecord(
         name="soft_cap", doc="bound * tanh(x / bound).", arity=(1, 1), shape=_shape, flops=flops_per_element(3),
         bytes=io_bytes, layouts=(TpLayout("replicated", (None,), (None,)), TpLayout("split", (1,), (1,))),
-        reference=_reference, kernel=KernelKey(cpu="rowwise", expr="{bound} * fs_tanh(x0 / {bound})"),
+        reference=_reference,
+        kernel=KernelKey(cpu="rowwise", triton="rowwise", expr="{bound} * fs_tanh(x0 / {bound})"),
         attrs={"bound": float},
     )
 )
@@ -109,6 +113,31 @@ def test_cpu_uses_the_attributes_of_a_row_wise_operator(bound: float) -> None:
     capped = bound * np.tanh(weights["embed"][ids] / bound)
     assert found is not None
     np.testing.assert_allclose(found, capped @ weights["head"].T, atol=1e-4)
+
+
+def capped_on_triton() -> dict[str, float]:
+    """In Triton's interpreter: the largest error with each bound, from a file that was dropped in."""
+    exec(NEW_OPERATOR, {})
+    errors = {}
+    for bound in (0.5, 2.0):
+        graph = _capped_model(bound)
+        weights = random_weights(graph, scale=1.0)
+        ids = [3, 39, 0, 17]
+        batch = pack_rows([chain_rows(ids, 0, [0])])
+        logits = TritonExecutor(graph, weights, 1, 16, "cpu").step(batch, want_logits=True).logits_LV
+        assert logits is not None
+        capped = bound * np.tanh(weights["embed"][ids] / bound)
+        errors[str(bound)] = float(np.abs(logits - capped @ weights["head"].T).max())
+    return errors
+
+
+@pytest.mark.usefixtures("soft_cap")
+def test_triton_uses_the_attributes_of_a_row_wise_operator() -> None:
+    variants = [*kernel_variants(_capped_model(0.5), 1).values(), *kernel_variants(_capped_model(2.0), 1).values()]
+    assert [variant.name.rsplit("_", 2)[0] for variant in variants] == 2 * ["rowwise_soft_cap"]
+    assert variants[0].name != variants[1].name
+    errors = interpreted(__file__, "capped_on_triton")
+    assert list(errors) == ["0.5", "2.0"] and max(errors.values()) < 1e-4
 
 
 @pytest.mark.usefixtures("soft_cap")

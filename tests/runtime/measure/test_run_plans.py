@@ -12,12 +12,13 @@ from commands import flexspec
 
 from flexspec.cli import main as cli
 from flexspec.compiler.pages.predicted_lines import ALL, BETWEEN, DRAFT, HOST, MESSAGES
-from flexspec.compiler.prices.machine import MACHINES, open_machine
+from flexspec.compiler.prices.machine import open_machine
 from flexspec.compiler.prices.plan_models import open_profile
 from flexspec.compiler.prices.problem import Problem
 from flexspec.draft_plan import DraftPlan
 from flexspec.errors import PlanError
 from flexspec.host import usable_cores
+from flexspec.runtime.measure import trials
 from flexspec.runtime.measure.round_runs import MeasuredRound
 from flexspec.runtime.measure.run_plans import whole_rounds
 from flexspec.runtime.measure.trials import draft_entry, trials_of_machine
@@ -106,13 +107,17 @@ def test_drafts_have_the_rows_that_they_run(models: tuple[Path, Path]) -> None:
             draft_entry(asked, DraftPlan.parse(text))
 
 
-def test_the_list_has_what_the_machine_can_run(models: tuple[Path, Path]) -> None:
-    trials = trials_of_machine(problem(models))
-    layouts = {tuple(stage.degree for stage in trial.stages) for trial in trials}
-    assert layouts == ({(1,), (1, 1), (2,)} if usable_cores() > 1 else {(1,)})
-    assert {trial.batch for trial in trials} == {1, 2, 4}
-    assert {trial.place.name for trial in trials} == {"none", "first"}
-    assert len(trials_of_machine(problem(models, requests=1))) < len(trials)
+@pytest.mark.parametrize(("cores", "layouts"), [(1, {(1,)}), (2, {(1,), (1, 1), (2,)}), (3, {(1,), (1, 1), (2,)})])
+def test_the_list_has_what_the_machine_can_run(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, cores: int, layouts: set[tuple[int, ...]]
+) -> None:
+    """cpu2 has two devices, so a third core is of no use."""
+    monkeypatch.setattr(trials, "usable_cores", lambda: cores)
+    listed = trials_of_machine(problem(models))
+    assert {tuple(stage.degree for stage in trial.stages) for trial in listed} == layouts
+    assert {trial.batch for trial in listed} == {1, 2, 4}
+    assert {trial.place.name for trial in listed} == {"none", "first"}
+    assert len(trials_of_machine(problem(models, requests=1))) < len(listed)
 
 
 @pytest.mark.parametrize(
@@ -132,19 +137,16 @@ def test_what_cannot_be_run_is_one_line(
     assert code == 2 and out == "" and message in err and err.count("\n") == 1
 
 
-def test_more_ranks_than_cores_and_no_weights(
-    models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_more_ranks_than_cores_are_refused(
+    models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wide = tmp_path / "wide.toml"
-    many = 1 << usable_cores().bit_length()
-    text = (MACHINES / "cpu2.toml").read_text().replace("devices = 2", f"devices = {many}")
-    (tmp_path / "many.toml").write_text(text)
-    devices = ", ".join(map(str, range(many)))
-    wide.write_text(f'draft = "off"\n[[stages]]\nblocks = 2\ndevices = [{devices}]\n')
-    asked = [*arguments(models), "--machine", str(tmp_path / "many.toml"), "--degrees", f"1,{many}"]
-    code = cli.main([*asked, "--compare", str(wide)])
-    err = capsys.readouterr().err
-    assert code == 2 and (f"a plan of {many} ranks" in err or f"of degree {many}" in err)
+    monkeypatch.setattr(trials, "usable_cores", lambda: 1)
+    (tmp_path / "two.toml").write_text(TWO)
+    code = cli.main([*arguments(models), "--compare", str(tmp_path / "two.toml")])
+    assert code == 2 and "a plan of 2 ranks; expected at most 1, a core each" in capsys.readouterr().err
+
+
+def test_a_model_without_weights_cannot_run(models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     config = models[1] / "config.json"
     assert cli.main(["plan", str(config), "--machine", "cpu2", "--context", "64", "--compare"]) == 2
     assert "a model without weights" in capsys.readouterr().err
