@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import NoReturn
 
+from flexspec.drafters.record import draft_options, drafter_records, source_names, ssm_names
 from flexspec.errors import RequestError
 
 METHODS = ("off", "chain", "tree", "budget")
-SSMS = ("ssm", *(f"ssm{i}" for i in range(2, 9)))  # an artifact's SSMs, in the order they were given
-SOURCES = ("suffix", "ngram", *SSMS)
 SAMPLED = ("deterministic", "mixed")
 MAX_NODES = 255  # four ancestor words with the root
 MAX_DEPTH = 64
@@ -76,32 +75,31 @@ class Expansion:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """``method`` decides what is verified of the sources' merged tree.
+    """What a round drafts, and what of it is verified. Raises RequestError (param "draft") for an invalid plan."""
 
-    off: nothing is drafted. chain: its best path, ``max_depth`` long. tree: all of it, each SSM in the static shape
-    ``vector``. budget: the nodes that pay by survival and step cost, at most ``max_nodes``. ``ssm_depth`` and ``beam``
-    shape the SSM's dynamic tree (budget only): levels, and nodes extended at each. ``sampled`` "mixed" draws one child
-    a node for sampled requests (tree of the SSM alone). Raises RequestError (param "draft") for what cannot be.
-    """
-
+    # off: nothing is drafted. chain: the best path of the sources' merged tree, ``max_depth`` long. tree: all of it,
+    # each SSM in the static shape ``vector``. budget: the nodes that pay by survival and step cost.
     method: str = "budget"
-    vector: tuple[int, ...] = ()
+    vector: tuple[int, ...] = ()  # children of each node, by level (tree)
     max_nodes: int = 16
     max_depth: int = 8
-    ssm_depth: int = 2
-    beam: int = 4
+    options: tuple[tuple[str, int], ...] = ()  # of the drafters, by name: those that are not at their defaults
     sources: tuple[str, ...] = ("suffix", "ngram")
-    sampled: str = "deterministic"
+    sampled: str = "deterministic"  # mixed: sampled requests draw one child a node (tree of the SSM alone)
 
     def __post_init__(self) -> None:
         _choice("method", self.method, METHODS)
         _choice("sampled", self.sampled, SAMPLED)
         for source in self.sources:
-            _choice("sources", source, SOURCES)
+            _choice("sources", source, source_names())
         _range("nodes", self.max_nodes, MAX_NODES)
         _range("depth", self.max_depth, MAX_DEPTH)
-        _range("ssm_depth", self.ssm_depth, MAX_DEPTH)
-        _range("beam", self.beam, MAX_NODES)
+        values = dict(self.options)
+        assert values.keys() <= {option.name for option in draft_options()}, f"options {self.options}"
+        for option in draft_options():
+            _range(option.name, values.get(option.name, option.default), option.highest)
+        changed = [(o.name, values[o.name]) for o in draft_options() if values.get(o.name, o.default) != o.default]
+        object.__setattr__(self, "options", tuple(changed))
         for children in self.vector:
             _range("tree children", children, MAX_NODES)
         if (self.method == "tree") != bool(self.vector):
@@ -113,7 +111,7 @@ class DraftPlan:
         if self.method != "off" and (not self.sources or len(set(self.sources)) < len(self.sources)):
             _refuse(
                 f"sources {self.sources}",
-                f"one or more of {', '.join(SOURCES)}, each once",
+                f"one or more of {', '.join(source_names())}, each once",
                 "budget:16/sources=suffix+ngram",
             )
         if self.method == "tree" and not _count_ssms(self):
@@ -128,6 +126,11 @@ class DraftPlan:
                 "tree:1,1,3,1",
             )
 
+    def option(self, name: str) -> int:
+        """The value of a drafter's option."""
+        chosen = dict(self.options)
+        return next(chosen.get(name, option.default) for option in draft_options() if option.name == name)
+
     @property
     def expansion(self) -> Expansion:
         """The shape of the SSM's own tree."""
@@ -135,28 +138,32 @@ class DraftPlan:
             return Expansion.static(self.vector)
         if self.method == "chain":
             return Expansion.static((1,) * self.max_depth)
-        return Expansion.dynamic(min(self.ssm_depth, self.max_depth), self.beam)
+        return Expansion.dynamic(min(self.option("ssm_depth"), self.max_depth), self.option("beam"))
 
     @classmethod
     def parse(cls, text: str) -> DraftPlan:
         """From ``METHOD[:SIZE][/option=value]...``, as in ``budget:16/depth=8/sources=suffix+ngram+ssm``.
 
-        Options: nodes, depth, ssm_depth, beam, sources, sampled. Raises RequestError naming the part at fault.
+        Options: nodes, depth, sources, sampled and those of the drafters (flexspec/drafters/). Raises RequestError
+        naming the part at fault.
         """
         head, *options = text.strip().split("/")
         method, _, size = head.partition(":")
         _choice("method", method, METHODS)
         values = _parse_size(method, size, text)
+        of_drafters = [option.name for option in draft_options()]
+        known = [*_FIELDS, *of_drafters]
+        shapes: dict[str, int] = {}
         for option in options:
             name, equals, value = option.partition("=")
-            reader = _OPTIONS.get(name)
-            if not equals or reader is None:
-                _refuse(
-                    f"draft option {option!r}", f"option=value with one of {', '.join(_OPTIONS)}", "budget:16/depth=8"
-                )
-            field_name, read = reader
-            values[field_name] = read(name, value)
-        return cls(**values)  # type: ignore[arg-type]
+            if not equals or name not in known:
+                _refuse(f"draft option {option!r}", f"option=value with one of {', '.join(known)}", "budget:16/depth=8")
+            if name in of_drafters:
+                shapes[name] = _integer(name, value)
+            else:
+                field_name, read = _FIELDS[name]
+                values[field_name] = read(name, value)
+        return cls(**values, options=tuple(shapes.items()))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         """The text that parses back to this plan; that of a static tree always names its SSMs."""
@@ -165,16 +172,19 @@ class DraftPlan:
         size = {"chain": self.max_depth, "budget": self.max_nodes}.get(self.method) or ",".join(map(str, self.vector))
         head = f"{self.method}:{size}"
         default = DraftPlan.parse(head)
-        for name, (field_name, _) in _OPTIONS.items():
+        for name, (field_name, _) in _FIELDS.items():
             value = getattr(self, field_name)
             if value != getattr(default, field_name) or (name == "sources" and self.method == "tree"):
                 head += f"/{name}={'+'.join(value) if isinstance(value, tuple) else value}"
+            if name == "depth":
+                head += "".join(f"/{option}={number}" for option, number in self.options)
         return head
 
 
 def default_draft(ssms: int) -> DraftPlan:
     """The draft plan that compile stores when none is given: every source in one budgeted tree."""
-    return DraftPlan("budget", max_nodes=24, max_depth=8, sources=("suffix", "ngram", *SSMS[:ssms]))
+    sources = tuple(source for record in drafter_records() for source in record.sources(ssms))
+    return DraftPlan("budget", max_nodes=24, max_depth=8, sources=sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +255,7 @@ def worst_of(cases: Sequence[WorstCase]) -> WorstCase:
 
 
 def _count_ssms(plan: DraftPlan) -> int:
-    return sum(source in SSMS for source in plan.sources)
+    return sum(source in ssm_names() for source in plan.sources)
 
 
 def _tree_size(plan: DraftPlan) -> tuple[int, int]:
@@ -287,11 +297,9 @@ def _word(name: str, text: str) -> str:
     return text
 
 
-_OPTIONS: Mapping[str, tuple[str, Callable[[str, str], object]]] = {
+_FIELDS: Mapping[str, tuple[str, Callable[[str, str], object]]] = {
     "nodes": ("max_nodes", _integer),
     "depth": ("max_depth", _integer),
-    "ssm_depth": ("ssm_depth", _integer),
-    "beam": ("beam", _integer),
     "sources": ("sources", _source_list),
     "sampled": ("sampled", _word),
 }

@@ -12,6 +12,7 @@ import pytest
 
 from flexspec import draft_plan
 from flexspec.cli import main as cli
+from flexspec.drafters.record import draft_options, source_names
 from flexspec.errors import RequestError
 from repository import ROOT, tracked_files
 
@@ -50,10 +51,9 @@ def test_option_list_is_frozen() -> None:
 def test_help_lists_every_draft_plan(command: str) -> None:
     epilog = subparser(command).epilog or ""
     table = epilog[: epilog.index("example:")]
-    named = set(re.findall(r"^  (\w+)", table, re.MULTILINE)) | set(re.findall(r"\b(\w+)=", table))
-    assert named >= {*draft_plan.METHODS, *draft_plan._OPTIONS} and set(draft_plan.SOURCES[:4]) <= set(
-        re.findall(r"\w+", table)
-    )
+    named = set(re.findall(r"^ +(\w+)", table, re.MULTILINE)) | set(re.findall(r"\b(\w+)=", table))
+    options = {*draft_plan._FIELDS, *(option.name for option in draft_options())}
+    assert named >= {*draft_plan.METHODS, *options} and set(source_names()[:4]) <= set(re.findall(r"\w+", table))
     assert set(draft_plan.SAMPLED) <= set(re.findall(r"\w+", table))
     for text in re.findall(r"as in (\S+):", table):
         draft_plan.DraftPlan.parse(text)

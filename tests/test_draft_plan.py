@@ -22,7 +22,13 @@ from flexspec.errors import RequestError
         ("budget:8", DraftPlan("budget", max_nodes=8), WorstCase(8, 8, 0)),
         (
             "budget:24/depth=6/ssm_depth=3/beam=4/sources=suffix+ngram+ssm",
-            DraftPlan("budget", max_nodes=24, max_depth=6, ssm_depth=3, beam=4, sources=("suffix", "ngram", "ssm")),
+            DraftPlan(
+                "budget",
+                max_nodes=24,
+                max_depth=6,
+                options=(("ssm_depth", 3), ("beam", 4)),
+                sources=("suffix", "ngram", "ssm"),
+            ),
             WorstCase(24, 6, 8),
         ),
     ],
@@ -38,7 +44,9 @@ def test_texts_parse_and_have_a_worst_case(text: str, plan: DraftPlan, worst: Wo
         st.builds(DraftPlan, st.just("chain"), max_depth=st.integers(1, 64), sources=st.just(("ngram",))),
         st.builds(
             DraftPlan, st.just("budget"), max_nodes=st.integers(1, 255), max_depth=st.integers(1, 64),
-            ssm_depth=st.integers(1, 8), beam=st.integers(1, 16),
+            options=st.tuples(
+                st.tuples(st.just("ssm_depth"), st.integers(1, 8)), st.tuples(st.just("beam"), st.integers(1, 16))
+            ),
             sources=st.permutations(["suffix", "ngram", "ssm"]).map(tuple),
         ),
         st.builds(
@@ -71,6 +79,7 @@ def test_text_round_trips(plan: DraftPlan) -> None:
         ("budget:8/sources=medusa", "'medusa'"),
         ("budget:8/width=3", "'width=3'"),
         ("budget:8/depth", "'depth'"),
+        ("budget:8/beam=256", "beam 256"),
         ("budget:8/sampled=mixed", "sampled=mixed"),
         ("tree:2,2/sampled=all", "'all'"),
         ("tree:2,2/sources=suffix", "method tree"),
@@ -81,3 +90,9 @@ def test_refusals_name_what_is_wrong(text: str, named: str) -> None:
     with pytest.raises(RequestError) as caught:
         DraftPlan.parse(text)
     assert named in str(caught.value) and caught.value.param == "draft" and caught.value.fix
+
+
+def test_an_option_at_its_default_makes_no_other_plan() -> None:
+    plan = DraftPlan.parse("budget:8/beam=4/ssm_depth=3")
+    assert plan == DraftPlan.parse("budget:8/ssm_depth=3") and str(plan) == "budget:8/ssm_depth=3"
+    assert (plan.option("beam"), plan.option("ssm_depth")) == (4, 3)

@@ -14,7 +14,6 @@ RANKS = "ranks.json"  # each rank of a plan of several (artifact/rank_record.py)
 CHECKS = "checks.json"  # digests of the self-tests: graph's name -> instruction set -> sha256
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-NGRAM_TABLE = "ngram.safetensors"  # in SSM folders too (artifact/ngram_table.py)
 SUFFIX = ".fspec"  # of an artifact itself
 
 _GRAPHS, _GRAPH_END = "graph/", ".fsg"
@@ -36,6 +35,11 @@ def graph_names(members: Iterable[str]) -> list[str]:
     """Names of the graphs among ``members``, in their order."""
     graphs = (member for member in members if member.startswith(_GRAPHS) and member.endswith(_GRAPH_END))
     return [member.removeprefix(_GRAPHS).removesuffix(_GRAPH_END) for member in graphs]
+
+
+def drafter_table(drafter: str) -> str:
+    """The table of a drafter that needs one (flexspec/drafters/record.py); in SSM folders too."""
+    return f"{drafter}.safetensors"
 
 
 def packed_weights(name: str) -> str:

@@ -1,9 +1,7 @@
-"""A back-off n-gram table counted over token sequences: building, pruning and its file.
+"""A back-off n-gram table counted over token sequences: building, pruning, writing and reading its file.
 
-Owns the table's arrays and bytes; runtime/drafters/ngram.py reads them. Estimates are interpolated Witten-Bell:
-``P(y|ctx) = c(ctx, y) / (c(ctx) + types(ctx)) + backoff(ctx) * P(y|ctx without its oldest token)`` with
-``backoff = types / (c + types)``. Contexts are found by a 32-bit hash of their tokens: a clash costs a bad draft, never
-a wrong output. The same sequences give the same bytes.
+flexspec/drafters/ngram.py says what the table is, runtime/drafters/ngram.py looks up in it. The same sequences give the
+same bytes.
 """
 
 from __future__ import annotations
@@ -17,24 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.compiler.artifact.tensor_file import encode_tensors, map_tensors
-from flexspec.errors import ArtifactError, TuneError
+from flexspec.drafters.ngram import (
+    FORMAT,
+    HASH_MULTIPLIER,
+    MAX_ORDER,
+    PROB_STEP,
+    REBUILD,
+    SUCCESSORS,
+    check_table,
+)
+from flexspec.errors import TuneError
 
-FORMAT = 1
-SUCCESSORS = 8  # next tokens kept for a context
-PROB_STEP = 0.05  # nats per unit of a stored probability: p = exp(-PROB_STEP * code)
-MAX_ORDER = 8
 MIN_BYTES = 16_384
 _HEADER_BYTES = 512  # of the file, for each level and for the rest
-_MASK = (1 << 64) - 1
-_MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: Fibonacci hashing (Knuth, TAOCP 3, 6.4)
 
 Arrays = dict[str, NDArray[Any]]
-
-
-def extend_hash(state: int, token: int) -> int:
-    """Hash of a context with one older token added; start from 0 with the newest. The key is its upper 32 bits."""
-    mixed = ((state ^ (token + 1)) * _MULTIPLIER) & _MASK
-    return mixed ^ (mixed >> 29)
 
 
 @dataclass(slots=True)
@@ -82,55 +77,9 @@ def save_table(arrays: Arrays, path: Path) -> None:
 
 def load_table(path: Path) -> Arrays:
     """Memory-map a table. Raises ArtifactError for a damaged file or another format."""
-    arrays = map_tensors(path, fix=_REBUILD)
+    arrays = map_tensors(path, fix=REBUILD)
     check_table(arrays, path.name)
     return arrays
-
-
-_REBUILD = "run `flexspec tune` again to rebuild the table"
-_KINDS = ("keys", "starts", "backoff", "tokens", "probs")
-
-
-def check_table(arrays: Arrays, where: str) -> None:
-    """Raise ArtifactError unless every lookup in the table stays inside its arrays."""
-    meta = arrays.get("meta")
-    if meta is None or meta.shape != (2,) or meta.dtype != np.int64:
-        raise ArtifactError(f"{where}: no n-gram table", "a table written by flexspec tune", _REBUILD)
-    version, order = (int(value) for value in meta)
-    if version != FORMAT or not 2 <= order <= MAX_ORDER:
-        raise ArtifactError(
-            f"{where}: n-gram table of format {version}, order {order}",
-            f"format {FORMAT}, order 2 to {MAX_ORDER}", _REBUILD,
-        )  # fmt: skip
-    for n in range(order):
-        fault = _level_fault([arrays.get(f"{kind}.{n}") for kind in _KINDS])
-        if fault:
-            raise ArtifactError(f"{where}: level {n} of the n-gram table: {fault}", "a consistent table", _REBUILD)
-
-
-def check_vocabulary(arrays: Arrays, vocab_size: int, where: str) -> None:
-    """Raise ArtifactError if a checked table could draft a token that an LLM of ``vocab_size`` tokens does not have."""
-    most = max(int(arrays[f"tokens.{n}"].max(initial=0)) for n in range(int(arrays["meta"][1])))
-    if most >= vocab_size:
-        raise ArtifactError(
-            f"{where}: token {most} in the n-gram table", f"tokens below the LLM's {vocab_size}",
-            "use the table that was made for this LLM (flexspec tune makes one)",
-        )  # fmt: skip
-
-
-def _level_fault(level: Sequence[NDArray[Any] | None]) -> str | None:
-    """What is wrong with one level's arrays, given in the order of _KINDS."""
-    present = [array for array in level if array is not None and array.ndim == 1 and array.dtype.kind == "u"]
-    if len(present) < len(level):
-        return f"{', '.join(_KINDS)} are not all unsigned vectors"
-    keys, starts, backoff, tokens, probs = present
-    if len(starts) != len(keys) + 1 or len(backoff) != len(keys) or len(tokens) != len(probs):
-        return "lengths contradict each other"
-    if int(starts[0]) != 0 or int(starts[-1]) != len(tokens) or bool(np.any(starts[1:] < starts[:-1])):
-        return "starts do not ascend from 0 to the number of tokens"
-    if bool(np.any(keys[1:] <= keys[:-1])):
-        return "keys do not ascend"
-    return None
 
 
 def _flatten(
@@ -181,7 +130,7 @@ def _count(
 
 def _extend_hashes(state_C: NDArray[np.uint64], token_C: NDArray[np.int64]) -> NDArray[np.uint64]:
     """``extend_hash`` for arrays; uint64 products wrap, which is the mask."""
-    mixed = (state_C ^ (token_C.astype(np.uint64) + np.uint64(1))) * np.uint64(_MULTIPLIER)
+    mixed = (state_C ^ (token_C.astype(np.uint64) + np.uint64(1))) * np.uint64(HASH_MULTIPLIER)
     return mixed ^ (mixed >> np.uint64(29))
 
 

@@ -15,9 +15,9 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from flexspec.cli.running import DRAFT_PLANS
+    from flexspec.cli.running import draft_plans_help
 
-    parser.epilog = f"{DRAFT_PLANS}\n{EPILOG}"
+    parser.epilog = f"{draft_plans_help()}\n{EPILOG}"
     parser.add_argument("model", type=Path, help="a .gguf file or a Hugging Face folder")
     parser.add_argument("--ssm", type=Path, action="append", default=[], help="an SSM folder; may be repeated")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the artifact to write, NAME.fspec")

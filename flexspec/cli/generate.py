@@ -14,10 +14,10 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from flexspec.cli.running import DRAFT_PLANS, add_run_arguments
+    from flexspec.cli.running import add_run_arguments, draft_plans_help
     from flexspec.cli.sampling_options import add_sampling_arguments
 
-    parser.epilog = f"{DRAFT_PLANS}\n{EPILOG}"
+    parser.epilog = f"{draft_plans_help()}\n{EPILOG}"
     parser.add_argument("artifact", type=Path, help="an artifact made by flexspec compile")
     parser.add_argument("-p", "--prompt", required=True, help="the text to answer")
     parser.add_argument("--raw", action="store_true", help="continue the text instead of using the chat template")

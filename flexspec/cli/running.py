@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from flexspec.runtime.open.serve_options import ServeOptions
 
 
-DRAFT_PLANS = """\
+_METHODS = """\
 draft plans (--draft), what is kept of the tokens that the sources propose:
   auto              the plan stored in the artifact (serve and generate; their default)
   off               nothing: plain decoding, one token a step
@@ -17,11 +17,22 @@ draft plans (--draft), what is kept of the tokens that the sources propose:
   tree:K1,K2,...    static trees of the SSMs: each node of level i gets Ki children
   budget:NODES      of all sources' nodes those that pay, at most NODES
 options follow, each behind a slash, as in budget:24/depth=8/sources=suffix+ssm:
-  sources=A+B       of suffix (the request's own text), ngram (the artifact's table), ssm, ssm2, ...
   nodes=N, depth=N  most nodes of the tree, and its depth
-  ssm_depth=N, beam=N      levels of an SSM's own tree, and nodes extended at each (budget)
   sampled=deterministic    or mixed: sampled requests draw one child a node from the SSM (tree of one SSM)
+  sources=A+B       of those below, which may have options of their own
 """
+
+
+def draft_plans_help() -> str:
+    """The help on draft plans; sources and their options are those of the drafter records."""
+    from flexspec.drafters.record import drafter_records
+
+    lines = []
+    for record in drafter_records():
+        name = ", ".join([*record.sources(2), "..."]) if record.runs_ssms else record.name
+        lines.append(f"    {name:18}{record.help}")
+        lines += [f"    {'':4}{option.name + '=N':14}{option.help}" for option in record.options]
+    return _METHODS + "".join(f"{line}\n" for line in lines)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -30,9 +30,9 @@ DEFAULT_MAX_TOKENS = 1024  # of a request that names none; each running request 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from flexspec.cli.launch import RESTARTS, restart_count
-    from flexspec.cli.running import DRAFT_PLANS, add_run_arguments
+    from flexspec.cli.running import add_run_arguments, draft_plans_help
 
-    parser.epilog = f"{DRAFT_PLANS}\n{EPILOG}"
+    parser.epilog = f"{draft_plans_help()}\n{EPILOG}"
     parser.add_argument("artifact", type=Path, help="an artifact made by flexspec compile")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")

@@ -13,13 +13,14 @@ from typing import Any
 
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.model_record import GpuRecord
-from flexspec.compiler.artifact.ngram_table import check_vocabulary, load_table
 from flexspec.compiler.artifact.plan import Plan, single_rank
+from flexspec.compiler.artifact.tensor_file import map_tensors
 from flexspec.compiler.artifact.write import ArtifactWriter
 from flexspec.compiler.frontends.loaded_model import LoadedModel
 from flexspec.compiler.frontends.open_model import open_model
 from flexspec.compiler.planner.plan_file import check_runnable
 from flexspec.draft_plan import DraftPlan
+from flexspec.drafters.record import DraftTable, drafter_records
 from flexspec.errors import CompileError, TokenizerError
 from flexspec.graph import Graph
 from flexspec.kernels.cpu.build import find_compiler, target_isas
@@ -135,11 +136,20 @@ def _add_tables(writer: ArtifactWriter, parts: Sequence[Part], ssm_paths: Sequen
     writer.add_bytes(layout.TOKENIZER, llm.tokenizer_json)
     if llm.chat_template:
         writer.add_bytes(layout.CHAT_TEMPLATE, llm.chat_template.encode())
-    table = next((path / layout.NGRAM_TABLE for path in ssm_paths if (path / layout.NGRAM_TABLE).is_file()), None)
-    if table is not None:
-        # Refuse a damaged one, or another model's, now and not when it is served.
-        check_vocabulary(load_table(table), llm.config.vocab_size, str(table))
-        writer.add_file(layout.NGRAM_TABLE, table)
+    for drafter in drafter_records():
+        if drafter.table is not None:
+            _add_table(writer, drafter.name, drafter.table, ssm_paths, llm.config.vocab_size)
+
+
+def _add_table(
+    writer: ArtifactWriter, drafter: str, table: DraftTable, ssm_paths: Sequence[Path], vocab_size: int
+) -> None:
+    """The first of the SSM folders' tables. A damaged one, or another model's, is refused before it is served."""
+    member = layout.drafter_table(drafter)
+    file = next((path / member for path in ssm_paths if (path / member).is_file()), None)
+    if file is not None:
+        table.check(map_tensors(file, fix=table.rebuild), vocab_size, str(file))
+        writer.add_file(member, file)
 
 
 def _tools(options: CompileOptions) -> dict[str, str]:

@@ -20,7 +20,7 @@ from flexspec.runtime.distributed.group import Seat
 from flexspec.runtime.distributed.message import Room
 from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.distributed.shards import CpuShard, Shard
-from flexspec.runtime.drafters.ssm import SsmDrafter
+from flexspec.runtime.drafters.base import ModelDrafter
 from flexspec.runtime.executors.cpu_rank import CpuRank
 from flexspec.runtime.executors.step import Executor
 from flexspec.runtime.open.capacity import check_room, context_tokens, ssm_pages, ssms_of
@@ -82,7 +82,7 @@ def run_follower(path: Path, options: ServeOptions, watch: Watch | None = None) 
 
 def _drafters(
     artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions
-) -> tuple[list[SsmDrafter], list[Executor]]:
+) -> tuple[list[ModelDrafter], list[Executor]]:
     """The drafters of the SSMs that live on this rank, and their executors."""
     rank, vocab_size = this_rank().rank, artifact.llm.outputs
     context, _ = context_tokens(artifact, ladder, options)

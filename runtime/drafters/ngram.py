@@ -14,9 +14,10 @@ from math import exp
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.compiler.artifact.ngram_table import PROB_STEP, SUCCESSORS, Arrays, check_table, extend_hash
+from flexspec.drafters.ngram import PROB_STEP, SUCCESSORS, Arrays, check_table, extend_hash
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.best_first import grow_best_first
+from flexspec.runtime.drafters.make import DrafterInputs
 from flexspec.tree import TokenTree
 
 CACHED_CONTEXTS = 16_384  # about 12 MB when full
@@ -118,3 +119,8 @@ class NgramDrafter:
 
     def end(self, request_id: int) -> None:
         self._contexts.pop(request_id, None)
+
+
+def make(inputs: DrafterInputs) -> NgramDrafter:
+    assert inputs.table is not None, "its record has a table"
+    return NgramDrafter(NgramModel(inputs.table))

@@ -22,6 +22,7 @@ from flexspec.runtime.acceptance.noise import DraftNoise, draft_child
 from flexspec.runtime.acceptance.transforms import target_law
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.expand import Growth
+from flexspec.runtime.drafters.make import DrafterInputs
 from flexspec.runtime.drafters.ssm_context import Context, Job
 from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.runtime.executors.pages import PageAllocator, RowGroup, pack_rows
@@ -322,3 +323,21 @@ class SsmDrafter:
         if drawn is not None:
             token, child_law_V = drawn
             job.growth.add(node, token, 1.0 - float(law_V[kept].sum()), child_law_V)
+
+
+def make(inputs: DrafterInputs) -> SsmDrafter:
+    """Raises CapacityError for trees that the SSM's steps have no room for: now, not when their batch size comes."""
+    assert inputs.ssm is not None, "its record runs an SSM"
+    part, executor = inputs.ssm
+    drafter = SsmDrafter(
+        executor,
+        inputs.plans[0].expansion,
+        inputs.vocab_size,
+        keep_ids=None if part.keep_ids is None else np.array(part.keep_ids, np.int64),
+        reads_features=bool(part.reads_features),
+        sampled=inputs.plans[0].sampled,
+        name=inputs.source,
+    )
+    for plan in inputs.plans:
+        drafter.use(plan)
+    return drafter

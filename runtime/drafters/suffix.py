@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.best_first import grow_best_first
+from flexspec.runtime.drafters.make import DrafterInputs
 from flexspec.tree import TokenTree
 
 # Claimed chance that the token after a match of 1, 2, ... tokens repeats; longer matches use the last entry. A starting
@@ -194,3 +195,7 @@ class SuffixDrafter:
 
     def end(self, request_id: int) -> None:
         self._texts.pop(request_id, None)
+
+
+def make(inputs: DrafterInputs) -> SuffixDrafter:
+    return SuffixDrafter()

@@ -15,7 +15,8 @@ from typing import Any
 
 from flexspec.checked_table import Table
 from flexspec.compiler.prices.acceptance_profile import FORMAT, read_acceptance, wrong
-from flexspec.draft_plan import SSMS, DraftPlan, worst_case
+from flexspec.draft_plan import DraftPlan, worst_case
+from flexspec.drafters.record import ssm_names
 from flexspec.errors import ProfileError
 from flexspec.runtime.engine.api import RequestStats
 from flexspec.runtime.open.engine import open_engine
@@ -137,7 +138,7 @@ def _prompt(path: Path, number: int, line: str) -> Iterator[str]:
 
 def _checked(text: str) -> DraftPlan:
     draft = DraftPlan.parse(text)
-    if draft.method == "off" or not set(draft.sources) <= set(SSMS):
+    if draft.method == "off" or not set(draft.sources) <= set(ssm_names()):
         expected = "one that draws from SSMs, as in tree:4,2/sources=ssm"
         raise ProfileError(f"draft plan {text}", expected, "name its sources: plan prices drafting by SSMs only")
     return draft

@@ -16,7 +16,8 @@ import numpy as np
 
 from flexspec.compiler.artifact.model_record import LLM
 from flexspec.compiler.artifact.opened import OpenedArtifact
-from flexspec.draft_plan import SSMS, DraftLadder, DraftPlan, worst_case
+from flexspec.draft_plan import DraftLadder, DraftPlan, worst_case
+from flexspec.drafters.record import ssm_names
 from flexspec.errors import EngineError
 from flexspec.runtime.drafters.budget import SpeculationWatch
 from flexspec.runtime.engine.api import Delta, RequestStats
@@ -111,7 +112,7 @@ class RoundRuns:
             served = open_artifact_engine(self._artifact, options, observer, self._open_llm if self._several else None)
             llm, *ssms = served.executors
             llm_times = self._ranks[1] if self._ranks else self._keep_times(LLM, llm)
-            names = [name for name in SSMS if name in served.draft.sources]  # in the order of executors
+            names = [name for name in ssm_names() if name in served.draft.sources]  # in the order of executors
             ssm_times = [self._keep_times(name, each) for name, each in zip(names, ssms, strict=True)]
             self._engines[draft] = TimedEngine(served, observer, llm_times, ssm_times)
         return self._engines[draft]

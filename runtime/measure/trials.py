@@ -13,7 +13,8 @@ from flexspec.compiler.planner.score_plan import stage_cuts
 from flexspec.compiler.prices.acceptance_profile import OFF, DraftEntry
 from flexspec.compiler.prices.problem import Problem, SsmPlace
 from flexspec.compiler.prices.rounds import Cut
-from flexspec.draft_plan import SSMS, DraftPlan
+from flexspec.draft_plan import DraftPlan
+from flexspec.drafters.record import ssm_names
 from flexspec.errors import MachineError, PlanError, ToolchainError
 from flexspec.host import usable_cores
 
@@ -84,7 +85,7 @@ def draft_entry(problem: Problem, plan: DraftPlan) -> DraftEntry:
     known = next((entry for entry in problem.entries if entry.draft == plan), None)
     if plan.method == "off":
         return OFF
-    if plan.method not in ("chain", "tree") or not set(plan.sources) <= set(SSMS[: len(problem.ssms)]):
+    if plan.method not in ("chain", "tree") or not set(plan.sources) <= set(ssm_names()[: len(problem.ssms)]):
         if known is None:
             raise PlanError(f"draft plan {plan} to compare", _STATIC, f"choose {CHAIN}, for example")
         return known

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.model_record import PartRecord
-from flexspec.compiler.artifact.ngram_table import check_table, check_vocabulary
 from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.draft_plan import DraftLadder, DraftPlan
+from flexspec.drafters.record import DrafterRecord, drafter_records, ssm_names
 from flexspec.errors import ArtifactError, RequestError
-from flexspec.runtime.drafters.base import Drafter
-from flexspec.runtime.drafters.ngram import NgramDrafter, NgramModel
-from flexspec.runtime.drafters.ssm import SsmDrafter
-from flexspec.runtime.drafters.suffix import SuffixDrafter
+from flexspec.runtime.drafters.base import Drafter, ModelDrafter
+from flexspec.runtime.drafters.make import DrafterInputs, make_drafter
 from flexspec.runtime.executors.step import Executor
 from flexspec.runtime.open.serve_options import DEFAULT_DRAFT
 
@@ -57,22 +56,40 @@ def _offered(stored: DraftPlan, sources: Sequence[str]) -> DraftPlan:
 
 def _sources(artifact: OpenedArtifact) -> tuple[str, ...]:
     """Names of all sources of drafts that the artifact has."""
-    table = ("ngram",) if layout.NGRAM_TABLE in artifact.files.names() else ()
-    return ("suffix", *table, *(part.name for part in artifact.record.models[1:]))
+    members, ssms = artifact.files.names(), len(artifact.record.models) - 1
+    return tuple(
+        source
+        for record in drafter_records()
+        if record.table is None or layout.drafter_table(record.name) in members
+        for source in record.sources(ssms)
+    )
 
 
 def cheap_drafters(artifact: OpenedArtifact, ladder: DraftLadder, vocab_size: int) -> list[Drafter]:
     """The drafters of the ladder that run no model. Raises ArtifactError for a table that is not the LLM's."""
-    made: list[Drafter] = [SuffixDrafter()]
-    if "ngram" in ladder.sources:
-        table = artifact.files.tensors(layout.NGRAM_TABLE)
-        check_table(table, layout.NGRAM_TABLE)
-        check_vocabulary(table, vocab_size, layout.NGRAM_TABLE)
-        made.append(NgramDrafter(NgramModel(table)))
-    return made
+    drafters = []
+    for record in drafter_records():
+        if record.name in ladder.sources and not record.runs_ssms:
+            table = _table(artifact, record, vocab_size)
+            inputs = DrafterInputs(record.name, _plans(ladder, record.name), vocab_size, table)
+            drafters.append(make_drafter(record, inputs))
+    return drafters
 
 
-def ssm_drafter(part: PartRecord, executor: Executor, ladder: DraftLadder, vocab_size: int) -> SsmDrafter:
+def _table(artifact: OpenedArtifact, record: DrafterRecord, vocab_size: int) -> Mapping[str, NDArray[Any]] | None:
+    if record.table is None:
+        return None
+    file = layout.drafter_table(record.name)
+    arrays = artifact.files.tensors(file)
+    record.table.check(arrays, vocab_size, file)
+    return arrays
+
+
+def _plans(ladder: DraftLadder, source: str) -> tuple[DraftPlan, ...]:
+    return tuple(plan for plan in ladder.plans if plan.method != "off" and source in plan.sources)
+
+
+def ssm_drafter(part: PartRecord, executor: Executor, ladder: DraftLadder, vocab_size: int) -> ModelDrafter:
     """The drafter of an SSM over its executor, which runs every plan of the ladder that has it.
 
     Raises ArtifactError for an SSM of another vocabulary, CapacityError for trees that its steps have no room for.
@@ -81,16 +98,8 @@ def ssm_drafter(part: PartRecord, executor: Executor, ladder: DraftLadder, vocab
         raise ArtifactError(
             f"{part.name} has {part.vocab_size} tokens", f"the LLM's {vocab_size}", "compile the model again"
         )
-    plans = [plan for plan in ladder.plans if plan.method != "off" and part.name in plan.sources]
-    made = SsmDrafter(
-        executor,
-        plans[0].expansion,
-        vocab_size,
-        keep_ids=None if part.keep_ids is None else np.array(part.keep_ids, np.int64),
-        reads_features=bool(part.reads_features),
-        sampled=plans[0].sampled,
-        name=part.name,
-    )
-    for plan in plans:  # a tree that cannot be run is refused now, not when its batch size comes
-        made.use(plan)
-    return made
+    record = next(record for record in drafter_records() if record.runs_ssms and part.name in ssm_names())
+    inputs = DrafterInputs(part.name, _plans(ladder, part.name), vocab_size, ssm=(part, executor))
+    drafter = make_drafter(record, inputs)
+    assert isinstance(drafter, ModelDrafter), f"{record.name} runs a model"
+    return drafter

@@ -15,9 +15,8 @@ from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.draft_plan import DraftLadder
 from flexspec.errors import ArtifactError
 from flexspec.runtime.distributed.processes import this_rank
-from flexspec.runtime.drafters.base import DraftsElsewhere
+from flexspec.runtime.drafters.base import DraftsElsewhere, ModelDrafter
 from flexspec.runtime.drafters.planned import PlannedDrafter
-from flexspec.runtime.drafters.ssm import SsmDrafter
 from flexspec.runtime.engine.engine import Engine
 from flexspec.runtime.engine.observer import Observer
 from flexspec.runtime.engine.scheduler import Limits
@@ -64,7 +63,7 @@ def open_artifact_engine(
         executors = [llm]
         for part, ranks in ssms_of(artifact, ladder):
             others = llm if isinstance(llm, DraftsElsewhere) and ranks != (0,) else None
-            own: SsmDrafter | None = None
+            own: ModelDrafter | None = None
             if others is None or 0 in ranks:
                 pages = ssm_pages(options, ranks, context) if others else options.pages
                 executors.append(executor_of(part, replace(options, kv_tokens=pages * PAGE_TOKENS)))

@@ -27,6 +27,7 @@ from flexspec.runtime.tune.evaluate import TOP, HitRates
 from flexspec.runtime.tune.model import Weights, ssm_config
 
 MAX_BYTES = 24_000_000  # of the whole folder: small enough to live in a source repository
+_NGRAM_TABLE = layout.drafter_table("ngram")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def export(
     tensors["keep_ids"] = torch.from_numpy(kept.astype(np.int32))
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     (partial / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
-    save_table(table, partial / layout.NGRAM_TABLE)
+    save_table(table, partial / _NGRAM_TABLE)
     _write_json(partial / "config.json", config_json(model, config))
     _write_json(
         partial / "tune.json",
@@ -135,7 +136,7 @@ instruction set and torch are of the same version.
   deeper drafts read the SSM's own output state (the EAGLE-3 idea, arXiv 2503.01840).
 - Output: {config.exported_vocab_size} tokens (`keep_ids`), the most frequent of the {config.reduced_vocab_size} that
   it was trained on.
-- `{layout.NGRAM_TABLE}`: a back-off {config.ngram_order}-gram table of the same answers, a drafter
+- `{_NGRAM_TABLE}`: a back-off {config.ngram_order}-gram table of the same answers, a drafter
   without a model step.
 - LLM: sha256 of its file `{model.source_hash}`.
 - Licence: Apache-2.0, as flexspec.

@@ -12,15 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexspec.compiler.artifact.ngram_table import (
-    PROB_STEP,
-    SUCCESSORS,
-    build_table,
-    check_table,
-    extend_hash,
-    load_table,
-    save_table,
-)
+from flexspec.compiler.artifact.ngram_table import build_table, load_table, save_table
+from flexspec.drafters.ngram import PROB_STEP, SUCCESSORS, check_table, extend_hash
 from flexspec.errors import ArtifactError, TuneError
 from flexspec.runtime.drafters.ngram import NgramModel
 

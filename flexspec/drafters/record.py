@@ -1,0 +1,88 @@
+"""The drafter record: what draft plans, help, compile and the loader know of a drafter, in one place.
+
+A drafter is one file in this folder that sets ``DRAFTER`` to a record, and one of the same name in runtime/drafters/
+with its code, a function ``make``. They are found by presence. This half stands in the core because the grammar of
+draft plans and the compiler read it, and neither may import the runtime.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from numpy.typing import NDArray
+
+MODELS_MOST = 8  # SSMs of an artifact, at most
+
+TableCheck = Callable[[Mapping[str, NDArray[Any]], int, str], None]  # (arrays, tokens of the LLM, where it lies)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOption:
+    """A number in draft plans that shapes what one drafter proposes: ``/name=N``."""
+
+    name: str
+    default: int
+    highest: int  # the lowest is 1
+    help: str
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTable:
+    """Arrays that the drafter reads: ``NAME.safetensors`` of an SSM's folder, which compile puts into the artifact."""
+
+    check: TableCheck  # raises ArtifactError for a damaged table, or one that could draft a token which the LLM lacks
+    rebuild: str  # the fix named for a file that cannot be read
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterRecord:
+    """A drafter that runs a model (``runs_ssms``) is there once for each SSM of the artifact."""
+
+    name: str  # among the sources of a draft plan, and of the file in runtime/drafters/ that has its code
+    help: str  # what it drafts from, in a few words
+    order: int  # its place in a draft plan that names no sources: cheap ones first
+    options: tuple[DraftOption, ...] = ()
+    runs_ssms: bool = False
+    table: DraftTable | None = None  # what it needs of the artifact
+
+    def sources(self, ssms: int) -> tuple[str, ...]:
+        """Its names in draft plans over an artifact of so many SSMs: "ssm", "ssm2", ..."""
+        if not self.runs_ssms:
+            return (self.name,)
+        return tuple(self.name if i == 0 else f"{self.name}{i + 1}" for i in range(ssms))
+
+
+def drafter_records() -> tuple[DrafterRecord, ...]:
+    """Every drafter in the order of its cost; imports each file once."""
+    import flexspec.drafters as package
+
+    return _records(tuple(package.__path__))
+
+
+@cache
+def _records(folders: tuple[str, ...]) -> tuple[DrafterRecord, ...]:
+    names = [module.name for module in pkgutil.iter_modules(folders) if module.name != "record"]
+    records: list[DrafterRecord] = [importlib.import_module(f"flexspec.drafters.{name}").DRAFTER for name in names]
+    for name, record in zip(names, records, strict=True):
+        assert record.name == name, f"flexspec/drafters/{name}.py declares {record.name}"
+    return tuple(sorted(records, key=lambda record: (record.order, record.name)))
+
+
+def source_names() -> tuple[str, ...]:
+    """Every source that a draft plan can name."""
+    return tuple(name for record in drafter_records() for name in record.sources(MODELS_MOST))
+
+
+def ssm_names() -> tuple[str, ...]:
+    """The sources that run an SSM, in the order in which an artifact's SSMs were given."""
+    return tuple(name for record in drafter_records() if record.runs_ssms for name in record.sources(MODELS_MOST))
+
+
+def draft_options() -> tuple[DraftOption, ...]:
+    """The options of all drafters."""
+    return tuple(option for record in drafter_records() for option in record.options)
