@@ -10,6 +10,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+SMOOTHING = 0.1  # weight of a new measurement in the running means of times and counts
+
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
@@ -47,26 +49,19 @@ class Budget:
     nodes: tuple[int, ...]
     tokens_per_cost: float
 
-    @property
-    def off(self) -> bool:
-        return not any(self.nodes)
 
-
-def choose_budget(
-    survival: Sequence[Sequence[float]], step_cost: StepCost, draft_cost: float = 0.0, *, drafted: bool = True
-) -> Budget:
+def choose_budget(survival: Sequence[Sequence[float]], step_cost: StepCost, draft_cost: float = 0.0) -> Budget:
     """Node counts that maximise expected committed tokens over cost, all requests of the step together.
 
     ``survival[r]`` are request r's drafted nodes, best first; each node adds its survival to the expectation and a row
     to the step, so the best n nodes of the whole step are the n most promising ones wherever they are. ``draft_cost``
-    is the round's drafting in units of ``step_cost``; with ``drafted`` it is spent whatever is verified, without it
-    "off" saves it. Returns all zeros ("off") when no draft pays.
+    is the round's drafting in units of ``step_cost``: it is spent whatever is verified. All zeros when no draft pays.
     """
     requests = len(survival)
     ranked = sorted([(-chance, r, i) for r, chances in enumerate(survival) for i, chance in enumerate(chances)])
     expected = float(requests)
     best_count = 0
-    best_rate = expected / (step_cost(requests) + (draft_cost if drafted else 0.0)) if requests else 0.0
+    best_rate = expected / (step_cost(requests) + draft_cost) if requests else 0.0
     for count, (negative, _, _) in enumerate(ranked, 1):
         expected -= negative
         rate = expected / (step_cost(requests + count) + draft_cost)
@@ -82,7 +77,7 @@ WINDOW_ROUNDS = 1_000  # request-rounds pooled before a verdict
 MIN_TOKENS_PER_ROUND = 1.05
 RETRY_ROUNDS = 2_000  # plain request-rounds before the first retry; doubles with each failure
 MAX_RETRY_ROUNDS = 64_000
-_SMOOTHING = 0.05  # weight of a new plain step in the baseline
+_PLAIN_SMOOTHING = 0.05  # weight of a new plain step in the baseline
 
 
 class SpeculationWatch:
@@ -119,7 +114,7 @@ class SpeculationWatch:
     def record_plain(self, requests: int, seconds: float) -> None:
         """One step without drafts: its time is the baseline, and it brings the retry nearer."""
         have = self._plain_seconds.get(requests)
-        self._plain_seconds[requests] = seconds if have is None else have + _SMOOTHING * (seconds - have)
+        self._plain_seconds[requests] = seconds if have is None else have + _PLAIN_SMOOTHING * (seconds - have)
         if not self.enabled:
             self._plain_left -= requests
             if self._plain_left <= 0:

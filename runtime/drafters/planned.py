@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from flexspec.draft_plan import DraftLadder, DraftPlan, WorstCase, worst_case
 from flexspec.runtime.drafters.base import DistantDrafter, Drafter, DraftRequest, ModelDrafter
-from flexspec.runtime.drafters.budget import StepCost, choose_budget
+from flexspec.runtime.drafters.budget import SMOOTHING, StepCost, choose_budget
 from flexspec.runtime.drafters.calibrate import Calibration
 from flexspec.runtime.drafters.merge import best_chain, merge_trees, most_promising, path_survival, take_nodes
 from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.tree import TokenTree
 
-_SMOOTHING = 0.1
 _HEADROOM = 1.5  # asked over usual: a source that could give more shows it, and the usual count grows
 _SPARE_NODES = 2
 
@@ -55,10 +54,10 @@ class Draft:
 
 
 class PlannedDrafter:
-    """The ladder's drafters, told by their names; each round uses the plan of its batch size, in the plan's order.
+    """The ladder's drafters, by name; each round uses the plan of its batch size, in the plan's order.
 
     ``step_cost`` is the LLM's measured cost by rows; without it method "budget" always takes ``max_nodes``.
-    ``draft_cost`` is the measured cost of a round's drafting in the same unit; the engine may update it at any time.
+    ``draft_cost`` is the measured cost of a round's drafting in the same unit, see ``record_cost``.
     Where costs keep trees small, the sources are asked for little more than what was last verified: drafting for many
     requests at once then costs in proportion to what it gives. With method "budget" and measured costs each step of an
     SSM runs only where it is worth its time (worth.py).
@@ -116,6 +115,10 @@ class PlannedDrafter:
             if model.worth is not None:
                 model.worth.accepted(tree, accepted_nodes)
 
+    def record_cost(self, cost: float) -> None:
+        """What drafting for one round cost, in LLM steps of one row."""
+        self.draft_cost += SMOOTHING * (cost - self.draft_cost)
+
     def propose(self, requests: Sequence[DraftRequest], batch: int | None = None) -> list[TokenTree]:
         return self.finish(self.start(requests, batch))
 
@@ -152,7 +155,7 @@ class PlannedDrafter:
             chances = [[chance[i] for i in nodes] for chance, nodes in zip(survival, kept, strict=True)]
             budget = choose_budget(chances, self.step_cost, self.draft_cost)
             kept = [nodes[:count] for nodes, count in zip(kept, budget.nodes, strict=True)]
-            self._usual_nodes += _SMOOTHING * (max(budget.nodes) - self._usual_nodes)
+            self._usual_nodes += SMOOTHING * (max(budget.nodes) - self._usual_nodes)
         return [take_nodes(tree, nodes) for tree, nodes in zip(merged, kept, strict=True)]
 
     def _pays(self, model: ModelDrafter, draft: Draft) -> bool:

@@ -23,7 +23,7 @@ from flexspec.runtime.acceptance.transforms import target_law
 from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.expand import Growth
 from flexspec.runtime.drafters.make import DrafterInputs
-from flexspec.runtime.drafters.ssm_context import Context, Job
+from flexspec.runtime.drafters.ssm_context import Context, DraftJob
 from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.runtime.executors.pages import PageAllocator, RowGroup, pack_rows
 from flexspec.runtime.executors.step import Executor
@@ -93,8 +93,7 @@ class SsmDrafter:
         if self.reads_features:
             context.prompt = list(prompt_ids)
         else:
-            context.pending = list(prompt_ids)
-            context.next_position = len(prompt_ids)
+            context.append(prompt_ids)
 
     def observe_prompt(self, request_id: int, start: int, features_KE: NDArray[np.float32] | None) -> None:
         """Pair each feature with the token after it. Rows never seen (a prefix-cache hit) stay out of the context."""
@@ -120,12 +119,11 @@ class SsmDrafter:
         self._append(context, committed, features_KE)
 
     def _append(self, context: Context, tokens: Sequence[int], features_KE: NDArray[np.float32] | None) -> None:
-        context.pending.extend(tokens)
-        context.next_position += len(tokens)
         if self.reads_features and features_KE is not None:
-            context.features.extend(
-                np.array(features_KE[: len(tokens)], np.float32)
-            )  # copied: the step reuses its buffer
+            features = np.array(features_KE[: len(tokens)], np.float32)  # copied: the step reuses its buffer
+            context.append(tokens, features)
+        else:
+            context.append(tokens)
 
     def end(self, request_id: int) -> None:
         context = self._contexts.pop(request_id, None)
@@ -156,25 +154,19 @@ class SsmDrafter:
         if self.worth is not None and usual:
             self.worth.ran(level, time.perf_counter() - began)
 
-    def _worth_extending(self, jobs: list[Job], level: int) -> list[Job]:
+    def _worth_extending(self, jobs: list[DraftJob], level: int) -> list[DraftJob]:
         """The jobs whose newest nodes go on. Trees with drawn nodes always do: their size must not follow the draws."""
         if self.worth is None:
             return jobs
         reached = sum(job.growth.reached(job.expansion.beam) for job in jobs if job.noise is None)
         return jobs if self.worth.ask(level, reached) else [job for job in jobs if job.noise is not None]
 
-    def _prepare(self, place: int, request: DraftRequest) -> Job | None:
+    def _prepare(self, place: int, request: DraftRequest) -> DraftJob | None:
         """The request's job with pages for its worst case, or None when it cannot be drafted for now."""
         context = self._contexts.get(request.request_id)
         if context is None or context.given_up or request.max_nodes < 1 or request.max_depth < 1:
             return None
-        if not context.pending and context.last is not None:  # proposed before without a commit: feed the root again
-            token, feature = context.last
-            context.pending.append(token)
-            context.features.extend([] if feature is None else [feature])
-            context.cached -= 1
-            context.last = None
-        if not context.pending:
+        if not context.feed_root_again():  # proposed before without a commit
             return None
         room = self._executor.max_positions - context.next_position
         if room < 0:  # the SSM's context is full for good
@@ -193,7 +185,7 @@ class SsmDrafter:
             return None
         seed = request.params.seed if request.params.seed is not None else request.request_id
         noise = DraftNoise(seed, context.next_position) if drawn else None
-        return Job(place, request, context, Growth(request.last_token, self.name), expansion, noise)
+        return DraftJob(place, request, context, Growth(request.last_token, self.name), expansion, noise)
 
     def _give_up(self, context: Context) -> None:
         self.counts["skipped_out_of_positions"] += 1
@@ -201,13 +193,13 @@ class SsmDrafter:
         context.restart(0)
         self._pool.release(context.pages)
 
-    def _catch_up(self, jobs: Sequence[Job]) -> None:
+    def _catch_up(self, jobs: Sequence[DraftJob]) -> None:
         """Feed all pending tokens in steps of at most max_rows; the last row of each request makes its first level."""
         waiting = list(jobs)
         while waiting:
             left = self._executor.max_rows
             groups: list[RowGroup] = []
-            done: list[tuple[Job, int]] = []  # finished jobs and their last row in this step
+            done: list[tuple[DraftJob, int]] = []  # finished jobs and their last row in this step
             rows = 0
             for job in waiting:
                 take = min(len(job.context.pending), left)
@@ -228,21 +220,17 @@ class SsmDrafter:
 
     def _pending_rows(self, context: Context, take: int, final: bool) -> RowGroup:
         """Move ``take`` pending tokens into the cache."""
-        first = context.next_position - len(context.pending)
-        tokens, features = context.pending[:take], context.features[:take]
-        group = RowGroup(
-            tokens, range(first, first + take), context.cached, context.pages, [take - 1] if final else [],
+        first, slots = context.next_to_feed, context.cached
+        tokens, features = context.feed(take)
+        return RowGroup(
+            tokens, range(first, first + take), slots, context.pages, [take - 1] if final else [],
             features=features if self.reads_features else None,
         )  # fmt: skip
-        del context.pending[:take], context.features[:take]
-        context.cached += take
-        context.last = (tokens[-1], features[-1] if features else None)
-        return group
 
-    def _extend(self, jobs: Sequence[Job], level: int) -> None:
+    def _extend(self, jobs: Sequence[DraftJob], level: int) -> None:
         """Feed the chosen nodes of the newest level of every job, and add their children."""
         left = self._executor.max_rows
-        batch: list[tuple[Job, list[int], list[int]]] = []  # job, rows to feed, nodes to extend
+        batch: list[tuple[DraftJob, list[int], list[int]]] = []  # job, rows to feed, nodes to extend
         for job in jobs:
             chosen = job.growth.begin_level(job.expansion.beam)
             if not chosen:
@@ -256,11 +244,11 @@ class SsmDrafter:
         if batch:
             self._step_level(batch, level)
 
-    def _step_level(self, batch: Sequence[tuple[Job, list[int], list[int]]], level: int) -> None:
+    def _step_level(self, batch: Sequence[tuple[DraftJob, list[int], list[int]]], level: int) -> None:
         groups = [self._draft_rows(job, rows, chosen) for job, rows, chosen in batch]
         logits_LV, features_TE = self._run(groups)
         first = 0
-        extended: list[tuple[Job, int]] = []
+        extended: list[tuple[DraftJob, int]] = []
         for job, rows, chosen in batch:
             for j in range(len(rows) - len(chosen), len(rows)):
                 if features_TE is not None:
@@ -270,12 +258,11 @@ class SsmDrafter:
             first += len(rows)
         self._add_children(extended, logits_LV, level)
 
-    def _draft_rows(self, job: Job, rows: list[int], chosen: list[int]) -> RowGroup:
+    def _draft_rows(self, job: DraftJob, rows: list[int], chosen: list[int]) -> RowGroup:
         growth, context = job.growth, job.context
-        root_position = context.next_position - 1
         return RowGroup(
             [growth.tokens[node] for node in rows],
-            [root_position + growth.depths[node] for node in rows],
+            [context.root_position + growth.depths[node] for node in rows],
             context.cached + growth.stem,
             context.pages,
             range(len(rows) - len(chosen), len(rows)),
@@ -292,7 +279,7 @@ class SsmDrafter:
         assert not self.reads_features or result.features_TE is not None, "a fused-state SSM puts its states out"
         return result.logits_LV, result.features_TE if self.reads_features else None
 
-    def _add_children(self, nodes: Sequence[tuple[Job, int]], logits_LV: NDArray[np.float32], level: int) -> None:
+    def _add_children(self, nodes: Sequence[tuple[DraftJob, int]], logits_LV: NDArray[np.float32], level: int) -> None:
         """Children of each (job, node), whose logits are the rows of ``logits_LV``."""
         most = max(job.expansion.children[level] for job, _ in nodes)
         index_LK, chance_LK = self._executor.top_successors(logits_LV, min(most, logits_LV.shape[1]))
@@ -314,7 +301,7 @@ class SsmDrafter:
                 self._draw_child(job, job.noise, node, tokens[:certain], logits_V)
 
     def _draw_child(
-        self, job: Job, noise: DraftNoise, node: int, kept: list[int], logits_V: NDArray[np.float32]
+        self, job: DraftJob, noise: DraftNoise, node: int, kept: list[int], logits_V: NDArray[np.float32]
     ) -> None:
         """One child drawn from the SSM's law beside the ``kept`` ones; its claim is the mass that law leaves it."""
         law_V = np.zeros(self._vocab_size, np.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,32 +16,75 @@ from flexspec.runtime.drafters.expand import Growth
 
 @dataclass(slots=True)
 class Context:
-    """One request in the SSM. ``pending`` tokens are committed but not cached; ``cached`` rows are.
+    """One request in the SSM: a run of its committed tokens, the older ones in the cache, the newer ones to be fed.
 
-    ``next_position`` is the sequence position of the next token to become pending. ``prompt`` is held by a fused-state
-    SSM until the features of its rows have come.
+        sequence position   first_position        next_to_feed          next_position
+                                 | cached slots 0 ..   | pending ...         | not known here yet
+        cache slot               0                     cached
+
+    Between calls every position below ``next_position`` and from ``first_position`` on is either cached or pending,
+    each once and in order: positions are derived from the three, never counted beside them. A fused-state SSM has one
+    feature for each pending token. ``newest`` is known whenever tokens were fed and none is pending, so that a root
+    can be fed once more. ``pages`` hold at least the cached slots.
     """
 
-    next_position: int = 0
-    prompt: list[int] = field(default_factory=list)
+    first_position: int = 0  # of cache slot 0: above 0 where the beginning was never seen
+    cached: int = 0  # rows of committed tokens in the cache
     pending: list[int] = field(default_factory=list)
-    features: list[NDArray[np.float32]] = field(default_factory=list)  # one for each pending token
-    cached: int = 0
+    features: list[NDArray[np.float32]] = field(default_factory=list)
+    newest: tuple[int, NDArray[np.float32] | None] | None = None  # newest cached token, and its feature
     pages: list[int] = field(default_factory=list)
-    last: tuple[int, NDArray[np.float32] | None] | None = None  # newest cached token and its feature
-    given_up: bool = False
+    prompt: list[int] = field(default_factory=list)  # of a fused-state SSM, until the features of its rows have come
+    given_up: bool = False  # the SSM has no positions left for it
+
+    @property
+    def next_to_feed(self) -> int:
+        """Sequence position of the first pending token."""
+        return self.first_position + self.cached
+
+    @property
+    def next_position(self) -> int:
+        """Sequence position of the next token to become pending."""
+        return self.next_to_feed + len(self.pending)
+
+    @property
+    def root_position(self) -> int:
+        """Sequence position of the newest token: the root of a draft."""
+        return self.next_position - 1
 
     def restart(self, position: int) -> None:
         """Forget all rows: the next token fed has sequence position ``position``."""
         self.pending.clear()
         self.features.clear()
         self.cached = 0
-        self.last = None
-        self.next_position = position
+        self.newest = None
+        self.first_position = position
+
+    def append(self, tokens: Sequence[int], features: Iterable[NDArray[np.float32]] = ()) -> None:
+        """Newly committed tokens, with their features for a fused-state SSM."""
+        self.pending.extend(tokens)
+        self.features.extend(features)
+
+    def feed(self, count: int) -> tuple[list[int], list[NDArray[np.float32]]]:
+        """Move ``count`` pending tokens into the cache, and return what the caller's step computes rows of."""
+        tokens, features = self.pending[:count], self.features[:count]
+        del self.pending[:count], self.features[:count]
+        self.cached += count
+        self.newest = (tokens[-1], features[-1] if features else None)
+        return tokens, features
+
+    def feed_root_again(self) -> bool:
+        """Make the newest cached token pending where nothing is; False if there is none."""
+        if not self.pending and self.newest is not None:
+            token, feature = self.newest
+            self.append([token], [] if feature is None else [feature])
+            self.cached -= 1
+            self.newest = None
+        return bool(self.pending)
 
 
 @dataclass(slots=True)
-class Job:
+class DraftJob:
     """One request of a ``propose`` call."""
 
     place: int  # in the caller's list

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from flexspec.runtime.drafters.budget import SMOOTHING
 from flexspec.tree import TokenTree
 
 PROBE_EVERY = 32  # a level left out this often in a row is tried again: the text or the machine may have changed
 _DECAY = 0.98  # of a level's past per round in which it ran
 _PRIOR_CHANCE, _PRIOR_TOKENS = 4.0, 2.0  # what a level starts from: half a token per certain chance
-_SMOOTHING = 0.1
 
 
 class _Level:
@@ -49,8 +49,7 @@ class StepWorth:
                 level.tokens = _DECAY * level.tokens + level.tokens_now
                 level.chance_now = level.tokens_now = 0.0
         if seconds is not None and tokens > 0:
-            found = seconds / tokens
-            self._token_s += (_SMOOTHING if self._token_s else 1.0) * (found - self._token_s)
+            self._token_s += (SMOOTHING if self._token_s else 1.0) * (seconds / tokens - self._token_s)
 
     def ask(self, level: int, chance: float) -> bool:
         """Whether a step for ``level`` (0 = children of the root) pays, whose nodes matter with ``chance``, summed."""
@@ -66,7 +65,7 @@ class StepWorth:
     def ran(self, level: int, seconds: float) -> None:
         """A step that ``ask`` allowed took ``seconds``, its Python included."""
         known = self._level(level)
-        known.seconds += (_SMOOTHING if known.seconds else 1.0) * (seconds - known.seconds)
+        known.seconds += (SMOOTHING if known.seconds else 1.0) * (seconds - known.seconds)
 
     def accepted(self, tree: TokenTree, nodes: Collection[int]) -> None:
         """Credit each level with the accepted nodes that no other source had proposed."""

@@ -229,7 +229,7 @@ class Engine:
         seconds += this.draft_s
         self.clock.draft_s += seconds
         if self.plain_step_s:
-            self.drafter.draft_cost += 0.1 * (seconds / self.plain_step_s - self.drafter.draft_cost)
+            self.drafter.record_cost(seconds / self.plain_step_s)
         if self._observer:
             self._observer.record_step(seconds, "draft")
 

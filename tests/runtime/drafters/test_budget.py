@@ -28,26 +28,33 @@ def test_step_cost_is_relative_interpolated_and_never_falls() -> None:
     assert [noisy(n) for n in (1, 2, 4, 8)] == pytest.approx([1.0, 1.0, 1.0, 1.1])
 
 
-@given(st.lists(falling, min_size=1, max_size=3), st.floats(0.0, 2.0), st.booleans(), st.floats(0.0, 0.3))
-def test_no_other_split_earns_more(survival: list[list[float]], draft: float, drafted: bool, slope: float) -> None:
+@given(st.lists(falling, min_size=1, max_size=3), st.floats(0.0, 2.0), st.floats(0.0, 0.3))
+def test_no_other_split_earns_more(survival: list[list[float]], draft: float, slope: float) -> None:
     cost = StepCost.from_points([(1, 1.0), (4, 1.0 + slope), (20, 1.0 + 9 * slope)])
-    budget = choose_budget(survival, cost, draft, drafted=drafted)
+    budget = choose_budget(survival, cost, draft)
 
     def rate(nodes: tuple[int, ...]) -> float:
         tokens = len(survival) + sum(sum(chances[:n]) for chances, n in zip(survival, nodes, strict=True))
-        paid = draft if drafted or any(nodes) else 0.0
-        return tokens / (cost(len(survival) + sum(nodes)) + paid)
+        return tokens / (cost(len(survival) + sum(nodes)) + draft)
 
     best = max(rate(nodes) for nodes in itertools.product(*(range(len(chances) + 1) for chances in survival)))
     assert rate(budget.nodes) == pytest.approx(best) and budget.tokens_per_cost == pytest.approx(best)
 
 
-def test_off_chain_and_tree_can_each_win() -> None:
-    assert choose_budget([[0.02, 0.01]], MEASURED, 0.1, drafted=False).off
-    assert choose_budget([[0.02, 0.01]], StepCost.from_points([(1, 1.0), (2, 1.5)])).off
-    assert choose_budget([[0.9, 0.1, 0.05]], StepCost.from_points([(1, 1.0), (2, 1.1), (3, 1.4)])).nodes == (1,)
-    assert choose_budget([[0.5] * 7], MEASURED).nodes == (7,)
-    assert choose_budget([], MEASURED).nodes == ()
+@pytest.mark.parametrize(
+    ("survival", "points", "nodes"),
+    [
+        ([[0.02, 0.01]], [(1, 1.0), (2, 1.5)], (0,)),
+        ([[0.9, 0.1, 0.05]], [(1, 1.0), (2, 1.1), (3, 1.4)], (1,)),
+        ([[0.5] * 7], [(1, 20.0), (8, 21.8)], (7,)),
+        ([], [(1, 1.0)], ()),
+    ],
+    ids=["off", "chain", "tree", "no requests"],
+)
+def test_off_chain_and_tree_can_each_win(
+    survival: list[list[float]], points: list[tuple[int, float]], nodes: tuple[int, ...]
+) -> None:
+    assert choose_budget(survival, StepCost.from_points(points)).nodes == nodes
 
 
 def test_the_promising_request_gets_the_rows() -> None:
