@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from math import prod
 
 from flexspec.errors import CompileError
-from flexspec.graph import Graph, Node
-from flexspec.ops.record import record_of
+from flexspec.graph import Graph
+from flexspec.ops.bounds import IDS, POSITIONS, input_bound
+from flexspec.ops.record import record_of, sent_values
 from flexspec.types import Role
-
-NO_LIMIT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +27,16 @@ class StepSizes:
 
 
 def step_sizes(graph: Graph) -> StepSizes:
-    """The sizes of a graph. Positions end where the shortest rotary table does.
+    """The sizes of a graph. Ids and positions end where the shortest table that they index does.
 
-    Raises CompileError when logits, embedding or features have no fixed size.
+    Raises CompileError when logits or features have no fixed size.
     """
     types = graph.types()
-    # A rank that holds a part of the vocabulary reads any id: those of others give zeros.
-    tables = [types[node.inputs[1]].dims[0] for node in graph.nodes if node.op == "embedding" and not node.attrs]
-    limits = [node.attr("max_positions") for node in graph.nodes if node.op == "rope"]
     read = [value.type.dims[-1] for value in graph.inputs if value.type.role is Role.ACTIVATION]
     return StepSizes(
         outputs=_fixed(graph, types[graph.outputs[0]].dims[-1]) if has_logits(graph) else 0,
-        id_rows=min((_fixed(graph, rows) for rows in tables), default=NO_LIMIT),
-        max_positions=min((limit for limit in limits if isinstance(limit, int)), default=NO_LIMIT),
+        id_rows=input_bound(graph, IDS),
+        max_positions=input_bound(graph, POSITIONS),
         feature_columns=sum(_columns(graph, types[name].dims[1:]) for name in feature_outputs(graph)),
         reads_features=_fixed(graph, read[0]) if read else 0,
     )
@@ -48,24 +44,15 @@ def step_sizes(graph: Graph) -> StepSizes:
 
 def has_logits(graph: Graph) -> bool:
     """False for a stage before the last: its outputs are what it sends, and caches."""
-    sent, types = _sent(graph), graph.types()
+    sent, types = sent_values(graph), graph.types()
     meets = any(record_of(node).exchange for node in graph.nodes)
     return not (meets and all(name in sent or types[name].role is Role.KV for name in graph.outputs))
 
 
 def feature_outputs(graph: Graph) -> tuple[str, ...]:
     """The hidden states that a step puts out behind its logits, in order."""
-    sent, types = _sent(graph), graph.types()
+    sent, types = sent_values(graph), graph.types()
     return tuple(n for n in graph.outputs[1:] if types[n].role is Role.ACTIVATION and n not in sent)
-
-
-def _sent(graph: Graph) -> set[str]:
-    """Values that leave for another rank."""
-    return {value.name for node in graph.nodes if _sends(node) for value in node.outputs}
-
-
-def _sends(node: Node) -> bool:
-    return record_of(node).kernel.cpu == "send"
 
 
 def _columns(graph: Graph, dims: tuple[int | str, ...]) -> int:
@@ -76,7 +63,7 @@ def _fixed(graph: Graph, dim: int | str) -> int:
     if not isinstance(dim, int):
         raise CompileError(
             f"graph {graph.name} has a size {dim!r} where the program needs a number",
-            "fixed sizes of logits, embedding and features",
+            "fixed sizes of logits and features",
             "give the model file the number",
         )
     return dim

@@ -15,8 +15,6 @@ from flexspec.compiler.prices.problem import Problem
 from flexspec.compiler.prices.profile import UNITS, Call
 from flexspec.compiler.prices.rounds import Cut, Prices
 
-_COLLECTIVES = ("reduce", "combine")
-
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
@@ -79,7 +77,7 @@ def _unit(prices: Prices, kind: NodeKind, calls: Sequence[Call], degree: int) ->
     operators = collectives = launch = 0.0
     for call in calls:
         us = call_us(kind.device, kind.link, prices.problem.llm.dtype, call, prices.sizes, degree)
-        if call.record.name in _COLLECTIVES:
+        if call.record.exchange:
             collectives += us
         elif us:  # views take no time, and are not launched
             operators += us - kind.device.launch_us.effective

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from flexspec.compiler.partition.rank_part import RankPart
 from flexspec.errors import PartitionError
 from flexspec.graph import Graph, Node
-from flexspec.ops.record import record_of
+from flexspec.ops.record import Collective, record_of
 
 Ranks = tuple[int, ...]
 
@@ -27,10 +27,10 @@ class Meeting:
 
 def meeting_of(rank: int, node: Node) -> Meeting:
     """What an exchange of ``rank`` is called by all who take part in it."""
-    attrs, kind = dict(node.attrs), node.outputs[0].type
-    if node.op == "send":
+    attrs, kind, collective = dict(node.attrs), node.outputs[0].type, record_of(node).collective
+    if collective is Collective.SEND:
         return Meeting("hop", (rank, _int(attrs["to"])), f"channel {attrs['channel']}: {kind}")
-    if node.op == "recv":
+    if collective is Collective.RECV:
         return Meeting("hop", (_int(attrs["source"]), rank), f"channel {attrs['channel']}: {kind}")
     members = attrs["ranks"]
     assert isinstance(members, tuple)

@@ -161,6 +161,9 @@ class _RankWriter:
             if layout.first_attr is not None:
                 assert isinstance(state.dim, int)
                 attrs[layout.first_attr] = self.share(self.types[name].dims[state.dim], state)[0]
+            if layout.whole_attr is not None:
+                assert isinstance(state.dim, int)
+                attrs[layout.whole_attr] = _int(self.types[name].dims[state.dim])
         outputs: list[Value] = []
         for value, state in zip(node.outputs, sharded.outputs, strict=True):
             needed_whole = value.name in self.cut.graph.outputs and state.dim is not None

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from flexspec.compiler.prices.machine import Device, Link, Points
 from flexspec.compiler.prices.profile import Call, Sizes
+from flexspec.ops.record import Collective
 from flexspec.types import DType
 
 
@@ -88,15 +89,15 @@ def hop_us(between: Link, inside: Link, count_bytes: float, source: int, target:
 
 def call_us(device: Device, link: Link, dtype: DType, call: Call, sizes: Sizes, degree: int) -> float:
     """An operator or, if ranks meet in it, the collective."""
-    name = call.record.name
-    if name == "reduce":
+    collective = call.record.collective
+    if collective is Collective.ALL_REDUCE:
         return all_reduce_us(link, link.sent_bytes(call.inputs[0].bytes(sizes), dtype), degree)
-    if name == "combine":
+    if collective is Collective.ALL_GATHER:
         result = call.outputs[0]
         if call.joins_logits and device.processor == "cpu":  # greedy rounds tell each rank's best alone (cpu_rank.py)
             result = replace(result, dims=(result.dims[0], 2 * degree))
         return all_gather_us(link, link.sent_bytes(result.bytes(sizes), dtype), degree)
-    assert not call.record.exchange, f"{name} inside a stage has no price"
+    assert collective is None, f"{call.record.name} inside a stage has no price"
     return op_us(device, dtype, call, sizes)
 
 

@@ -17,7 +17,7 @@ from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES, Pass
 from flexspec.errors import PartitionError, PlanError
 from flexspec.graph import Graph, Node
 from flexspec.models.config import ModelConfig
-from flexspec.ops.record import Attrs, OpRecord, record_of
+from flexspec.ops.record import Attrs, Collective, OpRecord, record_of
 from flexspec.types import PAGE_TOKENS, DType, Role, TensorType
 
 Sizes = dict[str, int]
@@ -204,8 +204,9 @@ def _bytes_of(names: set[str], types: Mapping[str, TensorType]) -> int:
 
 def _call(node: Node, types: Mapping[str, TensorType], unit: str) -> Call:
     inputs = tuple(types[name] for name in node.inputs)
-    joins = unit == "back" and node.op == "combine"
-    return Call(record_of(node), inputs, tuple(value.type for value in node.outputs), dict(node.attrs), joins)
+    record = record_of(node)
+    joins = unit == "back" and record.collective is Collective.ALL_GATHER
+    return Call(record, inputs, tuple(value.type for value in node.outputs), dict(node.attrs), joins)
 
 
 def _extent(dim: int | str) -> int:

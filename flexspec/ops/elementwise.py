@@ -59,7 +59,7 @@ ADD = register(
         shape=binary_shape("add"),
         flops=flops_per_element(1),
         bytes=io_bytes,
-        layouts=(_REPLICATED, _SPLIT, TpLayout("partial", ("partial", "partial"), ("partial",), "all_reduce")),
+        layouts=(_REPLICATED, _SPLIT, TpLayout("partial", ("partial", "partial"), ("partial",))),
         reference=_add,
         kernel=KernelKey(cpu="rowwise", triton="rowwise", expr="x0 + x1"),
     )

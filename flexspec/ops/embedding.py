@@ -20,9 +20,21 @@ def _lookup_shape(op: str, table: TensorType, index: TensorType, types: Sequence
 
 
 def _embedding_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
-    first = attrs.get("first_row", 0)
+    first, rows, held = attrs.get("first_row", 0), attrs.get("rows"), types[1].dims[0]
     require(isinstance(first, int) and first >= 0, "embedding", types, f"first_row from 0 up (found {first!r})")
-    return _lookup_shape("embedding", types[1], types[0], types)
+    derived = _lookup_shape("embedding", types[1], types[0], types)
+    fits = isinstance(held, int) and isinstance(rows, int) and isinstance(first, int) and first + held <= rows
+    require(
+        fits if "first_row" in attrs else rows is None,
+        "embedding", types, f"first_row and rows of a table that holds these (found {first!r}, {rows!r})",
+    )  # fmt: skip
+    return derived
+
+
+def _embedding_bounds(types: Sequence[TensorType], attrs: Attrs) -> dict[int, int]:
+    """Ids lie below the rows of the whole table, also where a rank holds some of them."""
+    rows = attrs.get("rows", types[1].dims[0])
+    return {0: rows} if isinstance(rows, int) else {}
 
 
 def _select_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
@@ -67,19 +79,21 @@ def _select(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor,
 EMBEDDING = register(
     OpRecord(
         name="embedding",
-        doc="Rows of weight [V,E] by token id [T]; first_row: the weight holds ids from there on, others give zeros.",
+        doc="Rows of weight [V,E] by id or position [T]; of a table of ``rows`` it may hold those from first_row on, "
+        "others give zeros.",
         arity=(2, 2),
         shape=_embedding_shape,
         flops=_flops,
         bytes=_embedding_bytes,
         layouts=(
             TpLayout("replicated", (None, None), (None,)),
-            TpLayout("vocabulary", (None, 0), ("partial",), "all_reduce", first_attr="first_row"),
-            TpLayout("hidden", (None, 1), (1,), "all_gather"),
+            TpLayout("vocabulary", (None, 0), ("partial",), first_attr="first_row", whole_attr="rows"),
+            TpLayout("hidden", (None, 1), (1,)),
         ),
         reference=_embedding,
         kernel=KernelKey(cpu="embedding"),
-        optional_attrs={"first_row": int},
+        optional_attrs={"first_row": int, "rows": int},
+        bounds=_embedding_bounds,
     )
 )
 

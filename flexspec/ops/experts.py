@@ -149,6 +149,7 @@ ROUTER = register(
         layouts=(TpLayout("replicated", (None, None), (None,)),),
         reference=_router,
         kernel=KernelKey(cpu="router"),
+        products=(0,),
         attrs={"top_k": int, "softmax": str, "normalize": bool},
     )
 )
@@ -165,11 +166,12 @@ MOE_EXPERTS = register(
         # the rank that holds those of the moment has most of the work. So it is declared first.
         layouts=(
             TpLayout("replicated", (None,), (None,)),
-            TpLayout("ffn", (None, None, 1, 1, 2), ("partial",), "all_reduce"),
-            TpLayout("experts", (None, 1, 0, 0, 0), ("partial",), "all_reduce"),
+            TpLayout("ffn", (None, None, 1, 1, 2), ("partial",)),
+            TpLayout("experts", (None, 1, 0, 0, 0), ("partial",)),
         ),
         reference=_experts,
         kernel=KernelKey(cpu="moe_experts"),
+        products=(0,),
         attrs={"top_k": int, "experts": int},
     )
 )

@@ -130,11 +130,11 @@ LINEAR = register(
         layouts=(
             _REPLICATED,
             _COLUMN,
-            TpLayout("column_gathered", (None, 0), (1,), "all_gather"),
-            TpLayout("row", (1, 1, "partial"), ("partial",), "all_reduce"),
+            TpLayout("row", (1, 1, "partial"), ("partial",)),
         ),
         reference=_linear,
         kernel=KernelKey(cpu="linear"),
+        products=(0,),
     )
 )
 
@@ -149,6 +149,7 @@ LINEAR_GROUP = register(
         layouts=(_REPLICATED, _COLUMN),
         reference=_group,
         kernel=KernelKey(cpu="linear_group"),
+        products=(0,),
         attrs={"count": int, "biased": bool},
     )
 )
@@ -164,6 +165,7 @@ LINEAR_SWIGLU = register(
         layouts=(_REPLICATED, _COLUMN),
         reference=_linear_swiglu,
         kernel=KernelKey(cpu="linear_swiglu"),
+        products=(0,),
     )
 )
 
@@ -178,9 +180,10 @@ LINEAR_ADD = register(
         layouts=(
             _REPLICATED,
             TpLayout("column", (None, 0, 1, 0), (1,)),
-            TpLayout("row", (1, 1, "partial", "partial"), ("partial",), "all_reduce"),
+            TpLayout("row", (1, 1, "partial", "partial"), ("partial",)),
         ),
         reference=_linear_add,
         kernel=KernelKey(cpu="linear_add"),
+        products=(0,),
     )
 )

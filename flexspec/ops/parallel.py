@@ -12,13 +12,23 @@ from typing import TYPE_CHECKING
 
 from flexspec.ops.checks import activation, require
 from flexspec.ops.elementwise import flops_per_element
-from flexspec.ops.record import Attrs, KernelKey, OpRecord, Reference, ShapeRule, io_bytes, register
+from flexspec.ops.record import (
+    EXCHANGE,
+    Attrs,
+    Collective,
+    KernelKey,
+    OpRecord,
+    Reference,
+    ShapeRule,
+    io_bytes,
+    register,
+)
 from flexspec.types import DType, Role, TensorType
 
 if TYPE_CHECKING:
     import torch
 
-_EXCHANGE = KernelKey(cpu="exchange", triton="exchange")
+_EXCHANGE = KernelKey(cpu="exchange", triton=EXCHANGE)
 
 
 def _int(attrs: Attrs, key: str) -> int:
@@ -155,6 +165,7 @@ def _between_ranks(
     shape: ShapeRule,
     reference: Reference,
     attrs: Mapping[str, type],
+    collective: Collective | None,
     kernel: KernelKey = _EXCHANGE,
 ) -> OpRecord:
     """The record of an operator of one operand that has no layouts of its own: it is what layouts are made of."""
@@ -170,7 +181,7 @@ def _between_ranks(
             reference=reference,
             kernel=kernel,
             attrs=attrs,
-            exchange=kernel.triton == "exchange",
+            collective=collective,
         )
     )
 
@@ -181,6 +192,7 @@ PARTITION = _between_ranks(
     _partition_shape,
     _partition,
     {"dim": int, "first": int, "end": int},
+    None,
     KernelKey(cpu="partition"),
 )
 COMBINE = _between_ranks(
@@ -189,9 +201,15 @@ COMBINE = _between_ranks(
     _combine_shape,
     _combine,
     {"dim": int, "ranks": tuple, "sizes": tuple, "part": int},
+    Collective.ALL_GATHER,
 )
 REDUCE = _between_ranks(
-    "reduce", "The sum of all ranks' x, on each of them (all-reduce).", _reduce_shape, _reduce, {"ranks": tuple}
+    "reduce",
+    "The sum of all ranks' x, on each of them (all-reduce).",
+    _reduce_shape,
+    _reduce,
+    {"ranks": tuple},
+    Collective.ALL_REDUCE,
 )
 REPLICATE = _between_ranks(
     "replicate",
@@ -199,6 +217,7 @@ REPLICATE = _between_ranks(
     _replicate_shape,
     _replicate,
     {"ranks": tuple, "root": int, "dtype": str, "columns": tuple},
+    Collective.BROADCAST,
 )
 SEND = _between_ranks(
     "send",
@@ -206,7 +225,8 @@ SEND = _between_ranks(
     _send_shape,
     _same,
     {"to": int, "channel": int},
-    KernelKey(cpu="send", triton="exchange"),
+    Collective.SEND,
+    KernelKey(cpu="send", triton=EXCHANGE),
 )
 RECV = _between_ranks(
     "recv",
@@ -214,4 +234,5 @@ RECV = _between_ranks(
     _recv_shape,
     _same,
     {"source": int, "channel": int, "dtype": str, "columns": tuple},
+    Collective.RECV,
 )

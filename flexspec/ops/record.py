@@ -1,9 +1,8 @@
 """The operator record: everything the rest of the system knows about an operator, in one place.
 
 An operator family is one file in this folder; it builds records and registers them with :func:`register`. Verifier,
-builder, text form, MLIR dialect, executors and code generators read records instead of testing an operator's name. Two
-kinds of code do name operators: the passes, which rewrite them, and kernels/cpu/facts.py, where the tables of embedding
-and rope bound the ids and positions of a program. compiler/partition/cut_ranks.py cuts graphs by ``layouts``.
+builder, text form, MLIR dialect, executors and code generators read records instead of testing an operator's name; who
+may name one, and why, is a table in tests/ops/test_operator_names.py.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import TYPE_CHECKING
 
 from flexspec.errors import GraphError
-from flexspec.graph import Attr, Node
+from flexspec.graph import Attr, Graph, Node
 from flexspec.types import TensorType
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Attrs = Mapping[str, Attr]
 ShapeRule = Callable[[Sequence[TensorType], Attrs], tuple[TensorType, ...]]
 Count = Callable[[Sequence[TensorType], Sequence[TensorType], Attrs, dict[str, int]], int]
+Bounds = Callable[[Sequence[TensorType], Attrs], Mapping[int, int]]
 Reference = Callable[[Sequence["torch.Tensor"], Attrs], tuple["torch.Tensor", ...]]
 
 
@@ -31,31 +32,38 @@ Reference = Callable[[Sequence["torch.Tensor"], Attrs], tuple["torch.Tensor", ..
 class TpLayout:
     """One legal tensor-parallel layout.
 
-    ``inputs`` and ``outputs`` give, per operand, the dim index that is split over the TP axis, None for replicated, or
-    "partial" for a partial sum; the last entry also stands for all further operands. ``collective`` is what makes the
-    output whole again ("all_reduce", "all_gather", or None when consumers take it split).
-
-    All split dims of a layout are cut alike, in proportion to their sizes; ranks' shares differ and make up the whole,
-    except at the input and output positions in ``covers``: there a rank holds what its share of the others needs, and
-    ranks may hold the same (kv heads, where there are more ranks than kv heads). ``scaled_attrs`` are sizes that are
-    cut with the operands, ``first_attr`` is set to where a rank's share begins, and the layout is legal only where
-    operand 0 has ``operand_dims`` dims (None: any).
+    All split dims of a layout are cut alike, in proportion to their sizes; ranks' shares differ and make up the whole.
+    What makes an output whole again follows from ``outputs``: a partial sum an all-reduce, shares an all-gather.
     """
 
     name: str
+    # Per operand the dim that is split over the TP axis, None for replicated, or "partial" for a partial sum; the last
+    # entry also stands for all further operands.
     inputs: tuple[int | str | None, ...]
     outputs: tuple[int | str | None, ...]
-    collective: str | None = None
+    # Input and output positions where a rank holds what its share of the others needs, and ranks may hold the same (kv
+    # heads, where there are more ranks than kv heads).
     covers: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    scaled_attrs: tuple[str, ...] = ()
-    first_attr: str | None = None
-    operand_dims: int | None = None
+    scaled_attrs: tuple[str, ...] = ()  # sizes that are cut with the operands
+    first_attr: str | None = None  # set to where a rank's share begins
+    whole_attr: str | None = None  # set to the whole size of what is cut
+    operand_dims: int | None = None  # the layout is legal only where operand 0 has as many dims; None: any
 
     def input_dim(self, position: int) -> int | str | None:
         return self.inputs[min(position, len(self.inputs) - 1)]
 
     def output_dim(self, position: int) -> int | str | None:
         return self.outputs[min(position, len(self.outputs) - 1)]
+
+
+class Collective(Enum):
+    """What ranks do together where they meet. A send of one rank and a recv of another make a hop between stages."""
+
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+    BROADCAST = "broadcast"
+    SEND = "hop, given"
+    RECV = "hop, taken"
 
 
 REFERENCE = "torch"  # KernelKey.triton: the reference (cuBLAS through torch) is the kernel
@@ -76,23 +84,29 @@ class KernelKey:
 
 @dataclass(frozen=True, slots=True)
 class OpRecord:
-    """One operator. ``shape`` raises GraphError with the operand types when they do not fit.
-
-    ``exchange``: ranks meet here, and an executor hands the node to its transport (see ops/parallel.py).
-    """
+    """One operator."""
 
     name: str
     doc: str
     arity: tuple[int, int]  # least and most inputs
-    shape: ShapeRule
+    shape: ShapeRule  # types of the results; raises GraphError with the operand types when they do not fit
     flops: Count
-    bytes: Count
+    bytes: Count  # moved to and from memory
     layouts: tuple[TpLayout, ...]
     reference: Reference
     kernel: KernelKey
     attrs: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
     optional_attrs: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
-    exchange: bool = False
+    # Where ranks meet: what they do together. An executor hands the node to its transport (see ops/parallel.py).
+    collective: Collective | None = None
+    # Integer operands, by position, whose values must lie below a number: ids below the rows of a table, positions
+    # below the end of another. None: there are none. flexspec/ops/bounds.py reads it.
+    bounds: Bounds | None = None
+    products: tuple[int, ...] = ()  # operands that weight matrices multiply: backends store them in the weights' dtype
+
+    @property
+    def exchange(self) -> bool:
+        return self.collective is not None
 
 
 _RECORDS: dict[str, OpRecord] = {}
@@ -136,11 +150,13 @@ def record_of(node: Node | str) -> OpRecord:
     return _RECORDS[name]
 
 
+def sent_values(graph: Graph) -> set[str]:
+    """Names of what this rank only sends on: outputs of its graph, and no results."""
+    sends = (node for node in graph.nodes if record_of(node).collective is Collective.SEND)
+    return {value.name for node in sends for value in node.outputs}
+
+
 def io_bytes(inputs: Sequence[TensorType], outputs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
     """Bytes moved when every operand is read or written once: the usual ``bytes`` rule."""
     del attrs
     return sum(t.bytes(sizes) for t in (*inputs, *outputs))
-
-
-def unused(*_: Any) -> None:
-    """Mark parameters that a rule's signature needs and its body does not."""

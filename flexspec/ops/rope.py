@@ -162,6 +162,7 @@ ROPE = register(
         layouts=(TpLayout("replicated", (None, None), (None,)), TpLayout("heads", (1, None), (1,))),
         reference=_reference,
         kernel=KernelKey(cpu="rope"),
+        bounds=lambda types, attrs: {1: int(_number(attrs, "max_positions"))},
         attrs={
             "theta": float,
             "kind": str,

@@ -9,17 +9,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.errors import ArtifactError
 from flexspec.graph import Graph
-from flexspec.kernels.cpu.exchange import first_id, split_logits
+from flexspec.kernels.cpu.exchange import first_rows, held_ids, split_logits
 from flexspec.kernels.cpu.launch import CpuLibrary, Rows
 from flexspec.kernels.cpu.places import width
-from flexspec.step_sizes import NO_LIMIT
 
 _ROWS = 8
 _SEED = 20230516  # SpecInfer's first version, arXiv 2305.09781
@@ -42,7 +40,7 @@ def seeded_digest(library: Path, weights: Sequence[NDArray[np.generic]], graph: 
 def _step_digest(program: CpuLibrary, graph: Graph) -> str:
     facts = program.facts
     rng = np.random.default_rng(_SEED)
-    first, ids = _ids(graph, facts.id_rows)
+    first, ids = held_ids(graph)
     features = facts.reads_features
     rows = np.arange(_ROWS, dtype=np.int32)
     arrays: dict[str, NDArray[np.generic] | None] = {
@@ -73,7 +71,7 @@ def _step_digest(program: CpuLibrary, graph: Graph) -> str:
 
     # What a program leaves unwritten must show.
     logits = np.full((_ROWS, facts.outputs), np.nan, np.float32) if facts.outputs else None
-    program.step(arrays, np.empty(_ROWS, np.int32), logits, None, on_exchange, first_id(graph))
+    program.step(arrays, np.empty(_ROWS, np.int32), logits, None, on_exchange, first_rows(graph))
     if logits is not None:
         note(logits)
     if not finite:
@@ -83,12 +81,3 @@ def _step_digest(program: CpuLibrary, graph: Graph) -> str:
             "check the weights; bf16 may overflow where f32 does not",
         )
     return digest.hexdigest()
-
-
-def _ids(graph: Graph, id_rows: int) -> tuple[int, int]:
-    """The first id whose embedding the program holds, and how many follow (any, where it embeds nothing)."""
-    if id_rows != NO_LIMIT:
-        return 0, id_rows
-    types: dict[str, Any] = graph.types()
-    tables = [types[node.inputs[1]].dims[0] for node in graph.nodes if node.op == "embedding"]
-    return first_id(graph), min(tables, default=1)

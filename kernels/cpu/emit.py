@@ -44,16 +44,14 @@ def _kind(e: Emitter, place: Place) -> str:
     return e.elem if place.elem else "float"
 
 
-def embedding(e: Emitter, index: int, node: Node) -> None:
-    ids, table = node.inputs
-    if e.graph.inputs[0].name != ids:
-        raise CompileError(f"embedding reads {ids}", "the step's ids_T", "feed token ids straight into embedding")
-    if node.attrs:  # first_row
-        embedding_share(e, node)
+def embedding(e: Emitter, at: int, node: Node) -> None:
+    index, table = e.integers(node.inputs[0]), node.inputs[1]
+    if node.attrs:  # first_row, rows
+        embedding_share(e, node, index)
         return
     kinds, matrix = e.matrix("matrix", table)
     out = e.allocate(node.outputs[0].name, elem=False)
-    e.call(f"embedding<{kinds}, {e.columns(table)}>(c, tid, s.T, s.ids, {matrix}, {e.rows(out)})")
+    e.call(f"embedding<{kinds}, {e.columns(table)}>(c, tid, s.T, {index}, {matrix}, {e.rows(out)})")
 
 
 def rms_norm(e: Emitter, index: int, node: Node) -> None:
@@ -70,7 +68,7 @@ def rms_norm(e: Emitter, index: int, node: Node) -> None:
 def rope(e: Emitter, index: int, node: Node) -> None:
     from flexspec.ops.rope import rope_tables
 
-    x, _ = node.inputs
+    x, positions_T = node.inputs
     _, heads, size = node.outputs[0].type.dims
     assert isinstance(size, int)
     attrs = dict(node.attrs)
@@ -81,7 +79,7 @@ def rope(e: Emitter, index: int, node: Node) -> None:
     cos, sin = e.weight("cos", key, table), e.weight("sin", key, table)
     source = _float(e, x)
     out = _in_place(e, index, x, node.outputs[0].name)
-    e.call(f"rope<{size}>(c, tid, s.T, {heads}, {source}, s.positions, {cos}, {sin}, {e.rows(out)})")
+    e.call(f"rope<{size}>(c, tid, s.T, {heads}, {source}, {e.integers(positions_T)}, {cos}, {sin}, {e.rows(out)})")
 
 
 def attention(e: Emitter, index: int, node: Node) -> None:

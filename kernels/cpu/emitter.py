@@ -13,11 +13,13 @@ from flexspec.graph import Graph, Node
 from flexspec.kernels.cpu.pack import PackedWeight, RotaryTables
 from flexspec.kernels.cpu.places import Arena, Place, Roots, row_stride, width
 from flexspec.kernels.cpu.weight_formats.registry import cpu_format
+from flexspec.ops.bounds import IDS, POSITIONS
 from flexspec.types import DType, Role
 from flexspec.weight_formats.registry import format_of
 
 BARRIER = "    c.team.barrier();"
 MARK = "    c.mark("
+_STEP_INTEGERS = {IDS: "s.ids", POSITIONS: "s.positions"}
 
 
 @dataclass(slots=True)
@@ -108,6 +110,16 @@ class Emitter:
             )
             have = self.places[root]
         return self.rows(have[key], elem_type=elem)
+
+    def integers(self, name: str) -> str:
+        """A step input that counts or indexes, one number a row. Raises CompileError for any other value."""
+        if name not in _STEP_INTEGERS:
+            raise CompileError(
+                f"%{name} of graph {self.graph.name} is read as numbers of rows",
+                f"one of the step inputs {', '.join(_STEP_INTEGERS)}",
+                "feed a step input straight into the operator",
+            )
+        return _STEP_INTEGERS[name]
 
     def _is_feature_input(self, root: str) -> bool:
         return any(v.name == root and v.type.role is Role.ACTIVATION for v in self.graph.inputs)

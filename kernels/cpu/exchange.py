@@ -14,9 +14,11 @@ from flexspec.errors import CompileError
 from flexspec.graph import Graph, Node
 from flexspec.kernels.cpu.emitter import Emitter
 from flexspec.kernels.cpu.places import has_exchanges, row_count
-from flexspec.ops.record import record_of
+from flexspec.ops.bounds import IDS, NO_LIMIT
+from flexspec.ops.record import Collective, record_of
 from flexspec.text import print_node
 
+_SHARED = "first_row"  # the attribute of an embedding whose table ranks share
 _NOTHING = "Rows<float>{nullptr, 0}"
 
 # Rendered into programs that need it. The pointer is the thread's: several ranks in one process may share a library.
@@ -24,16 +26,17 @@ HELPERS = """
 // Exchanges with other ranks: the thread that called the step hands them over (kernels/cpu/exchange.py).
 using OnExchange = void (*)(int node, int rows, const float* in, int in_ld, float* out, int out_ld);
 thread_local OnExchange on_exchange = nullptr;
-thread_local int first_id = 0;  // of the vocabulary rows that the rank holds
+thread_local const int* first_rows = nullptr;  // of the rows that the rank holds of each table it shares
 inline void exchange(int tid, int node, int rows, Rows<float> in, Rows<float> out) {
   if (tid == 0) on_exchange(node, rows, in.p, in.ld, out.p, out.ld);
 }
 // Ids of the rows that this rank holds, counted from its first, others as 0; then [T] whether it holds them.
-inline void own_ids(int tid, int T, const int32_t* ids, int held, int32_t* own) {
+inline void own_ids(int tid, int T, const int32_t* ids, int table, int held, int32_t* own) {
   if (tid != 0) return;
+  const int first = first_rows[table];
   for (int t = 0; t < T; t++) {
-    own[T + t] = ids[t] >= first_id && ids[t] < first_id + held;
-    own[t] = own[T + t] ? ids[t] - first_id : 0;
+    own[T + t] = ids[t] >= first && ids[t] < first + held;
+    own[t] = own[T + t] ? ids[t] - first : 0;
   }
 }
 inline void zero_others(Ctx& c, int tid, int T, const int32_t* own, Rows<float> y, int columns) {
@@ -44,7 +47,7 @@ inline void zero_others(Ctx& c, int tid, int T, const int32_t* own, Rows<float> 
 }
 """
 ENTRY = """
-extern "C" void fs_on_exchange(OnExchange f, int first) { on_exchange = f, first_id = first; }
+extern "C" void fs_on_exchange(OnExchange f, const int* firsts) { on_exchange = f, first_rows = firsts; }
 """
 
 
@@ -54,7 +57,7 @@ def split_logits(graph: Graph) -> tuple[Graph, Node | None]:
     Logits are written straight to the caller; what joins them comes after the step.
     """
     last = next((node for node in graph.nodes if node.outputs[0].name == graph.outputs[0]), None)
-    if last is None or last.op != "combine":
+    if last is None or record_of(last).collective is not Collective.ALL_GATHER:
         return graph, None
     nodes = tuple(node for node in graph.nodes if node is not last)
     return Graph(graph.name, graph.inputs, nodes, (last.inputs[0], *graph.outputs[1:])), last
@@ -62,14 +65,26 @@ def split_logits(graph: Graph) -> tuple[Graph, Node | None]:
 
 def comment_of(node: Node) -> str:
     """The node as text, without its block and what tells one rank from another."""
-    ranked = record_of(node).exchange or "first_row" in dict(node.attrs)
+    ranked = record_of(node).exchange or _SHARED in dict(node.attrs)
     return print_node(replace(node, attrs=() if ranked else node.attrs, block=None))
 
 
-def first_id(graph: Graph) -> int:
-    """Where this rank's part of the vocabulary begins; 0 if it has none, or all."""
-    firsts = [value for node in graph.nodes for key, value in node.attrs if key == "first_row"]
-    return firsts[0] if firsts and isinstance(firsts[0], int) else 0
+def first_rows(graph: Graph) -> tuple[int, ...]:
+    """Where this rank's part of each shared table begins, in the order of the nodes that read them."""
+    return tuple(
+        value for node in graph.nodes for key, value in node.attrs if key == _SHARED and isinstance(value, int)
+    )
+
+
+def held_ids(graph: Graph) -> tuple[int, int]:
+    """The first token id whose row this rank holds, and how many follow; any id (0, NO_LIMIT) where it embeds none."""
+    types = graph.types()
+    for node in graph.nodes:
+        if record_of(node).bounds is not None and IDS in node.inputs:
+            first, rows = dict(node.attrs).get(_SHARED, 0), types[node.inputs[1]].dims[0]
+            assert isinstance(first, int) and isinstance(rows, int)
+            return first, rows
+    return 0, NO_LIMIT
 
 
 def exchange(e: Emitter, index: int, node: Node) -> None:
@@ -86,17 +101,18 @@ def send(e: Emitter, index: int, node: Node) -> None:
     e.call(f"exchange(tid, {index}, {row_count(e.graph, node.inputs[0])}, {source}, {_NOTHING})", row_local=False)
 
 
-def embedding_share(e: Emitter, node: Node) -> None:
+def embedding_share(e: Emitter, node: Node, index: str) -> None:
     """Rows of the ids that this rank holds, zeros for the others."""
     if not has_exchanges(e.graph):
         raise CompileError(
             f"an embedding of a part of the vocabulary, {node.attrs}", "a graph that sums it up", "plan one rank"
         )
-    ids, table = node.inputs
+    table = node.inputs[1]
+    number = [each for each in e.graph.nodes if _SHARED in dict(each.attrs)].index(node)
     held, columns = e.graph.types()[table].dims[0], e.columns(table)
     kinds, matrix = e.matrix("matrix", table)
     out = e.rows(e.allocate(node.outputs[0].name, elem=False))
     own = f"reinterpret_cast<int32_t*>(buf<float>(c, {e.arena.take(64, padded=True)}))"  # 16 numbers a row
-    e.call(f"own_ids(tid, s.T, s.ids, {held}, {own})", row_local=False)
+    e.call(f"own_ids(tid, s.T, {index}, {number}, {held}, {own})", row_local=False)
     e.call(f"embedding<{kinds}, {columns}>(c, tid, s.T, {own}, {matrix}, {out})")
     e.call(f"zero_others(c, tid, s.T, {own}, {out}, {columns})")

@@ -109,12 +109,12 @@ class CpuLibrary:
         logits_LV: NDArray[np.float32] | None,
         features_out: NDArray[np.float32] | None,
         on_exchange: OnExchange | None = None,
-        first_id: int = 0,
+        first_rows: Sequence[int] = (),
     ) -> None:
         """Run one step over C-contiguous arrays named as in runtime/executors/step.py. Raises EngineError when refused.
 
         ``on_exchange`` is called where a rank meets others, on this thread; rows that it is given are valid during the
-        call only, and what it raises is raised here. ``first_id``: where the rank's part of the vocabulary begins.
+        call only, and what it raises is raised here. ``first_rows``: where the rank's part of each shared table begins.
         """
         ids, table, words = arrays["ids"], arrays["page_table"], arrays["ancestors"]
         assert ids is not None and table is not None and words is not None
@@ -124,7 +124,7 @@ class CpuLibrary:
         block.argmax, block.logits = _address(argmax_L), _address(logits_LV)
         block.features_out = _address(features_out)
         failed: list[BaseException] = []
-        keep_alive = self._listen(on_exchange, first_id, failed) if self._meets else None
+        keep_alive = self._listen(on_exchange, first_rows, failed) if self._meets else None
         refused = self._lib.fs_step(ctypes.c_void_p(self._ctx), ctypes.byref(block))
         del keep_alive
         if failed:
@@ -134,7 +134,7 @@ class CpuLibrary:
                 f"a step of {len(ids)} rows", "no more rows than max_rows", "lower the batch or tree size"
             )
 
-    def _listen(self, on_exchange: OnExchange | None, first_id: int, failed: list[BaseException]) -> object:
+    def _listen(self, on_exchange: OnExchange | None, first_rows: Sequence[int], failed: list[BaseException]) -> object:
         """Tell the program whom to call at exchanges; after a failure the step only runs to its end."""
         if on_exchange is None:
             raise EngineError("one rank's program alone", "all ranks of its plan", "run it by its plan")
@@ -148,8 +148,9 @@ class CpuLibrary:
                     failed.append(error)
 
         listener = _ON_EXCHANGE(listen)
-        self._lib.fs_on_exchange(listener, ctypes.c_int(first_id))
-        return listener
+        firsts = (ctypes.c_int * len(first_rows))(*first_rows)
+        self._lib.fs_on_exchange(listener, firsts)
+        return listener, firsts
 
     def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Indices and softmax probabilities [L, k] as templates/cpu/top.h makes them; ``k`` at most the columns."""

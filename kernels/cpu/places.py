@@ -13,8 +13,6 @@ from flexspec.graph import Graph, Node
 from flexspec.ops.record import record_of
 from flexspec.types import DType, Role
 
-_MATRIX = ("linear", "linear_group", "linear_swiglu", "linear_add", "router", "moe_experts")
-
 
 def kernel_of(node: Node) -> str:
     return record_of(node).kernel.cpu
@@ -101,14 +99,13 @@ class Roots:
         self.matrix_use: set[str] = set()
         self.other_use: set[str] = set()
         for i, node in enumerate(graph.nodes):
-            kernel = kernel_of(node)
+            kernel, products = kernel_of(node), record_of(node).products
             for position, name in enumerate(node.inputs):
                 root = self.root[name]
                 self.last_use[root] = i
                 if kernel == "view":
                     continue
-                matrix = kernel in _MATRIX and position == 0
-                (self.matrix_use if matrix else self.other_use).add(root)
+                (self.matrix_use if position in products else self.other_use).add(root)
         for name in graph.outputs:
             self.last_use[self.root[name]] = len(graph.nodes)
             self.other_use.add(self.root[name])

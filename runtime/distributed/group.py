@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from flexspec import __version__
 from flexspec.errors import ArtifactError, PlanError
 from flexspec.graph import Attr, Node
+from flexspec.ops.record import Collective, record_of
 from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.distributed.watch import Watch
 
@@ -158,13 +159,14 @@ class Seat:
         else:
             assert len(operand) == shape[0], "all ranks see the same step"
             own = operand.reshape(shape[0], -1).contiguous()
-        if node.op == "send":
+        collective = record_of(node).collective
+        if collective is Collective.SEND:
             self._sent.send(own, _int(attrs["to"]), _int(attrs["channel"]))
-        elif node.op == "recv":
+        elif collective is Collective.RECV:
             dist.recv(own, _int(attrs["source"]), self.steps, _int(attrs["channel"]))
-        elif node.op == "replicate":
+        elif collective is Collective.BROADCAST:
             dist.broadcast(own, _int(attrs["root"]), self._groups[_members(attrs)])
-        elif node.op == "reduce":
+        elif collective is Collective.ALL_REDUCE:
             own = sum_in_order(self._gather(own, attrs))
         else:
             own = self._combine(own, attrs)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flexspec.compiler.partition.rank_part import RankPart
 from flexspec.graph import Graph, Node, Value
 from flexspec.kernels.cpu.build import build_path, supported_isas
-from flexspec.kernels.cpu.exchange import first_id, split_logits
+from flexspec.kernels.cpu.exchange import first_rows, split_logits
 from flexspec.kernels.cpu.launch import CpuLibrary
 from flexspec.kernels.cpu.pack import pack
 from flexspec.kernels.cpu.render import render
@@ -129,7 +129,7 @@ class CpuRank:
         arrays = program_arrays(batch)
         if not self.facts.reads_features:
             arrays["features"] = None
-        self._library.step(arrays, argmax, logits, features, on_exchange, first_id(self._graph))
+        self._library.step(arrays, argmax, logits, features, on_exchange, first_rows(self._graph))
         if not self.facts.outputs:
             return None
         if self._join is not None:

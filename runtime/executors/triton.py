@@ -24,7 +24,8 @@ from flexspec.kernels.gpu.family import Config, Kernels, KernelStep, Run, Varian
 from flexspec.kernels.gpu.launch import BinaryKernels, SourceKernels, interpreting
 from flexspec.kernels.gpu.targets import TARGETS
 from flexspec.kernels.reference import TORCH_DTYPES, weight_tensor
-from flexspec.ops.record import Reference, record_of
+from flexspec.ops.bounds import POSITIONS, input_bound
+from flexspec.ops.record import Reference, record_of, sent_values
 from flexspec.runtime.executors.step import StepBatch, StepResult
 from flexspec.runtime.executors.top_successors import top_successors
 from flexspec.types import DType, Role
@@ -74,13 +75,12 @@ class TritonExecutor:
         _check_device(graph, device)
         self.graph, self.pages, self.max_rows, self.device = graph, pages, max_rows, torch.device(device)
         self._exchange = exchange
-        sent = {value.name for node in graph.nodes if node.op == "send" for value in node.outputs}
+        sent = sent_values(graph)
         types = graph.types()
         results = [name for name in graph.outputs if types[name].role is not Role.KV and name not in sent]
         self._logits, self._feature_names = results[:1], results[1:]
         self.vocab_size = _int(types[results[0]].dims[1]) if results else 0
-        limits = [_int(node.attr("max_positions")) for node in graph.nodes if node.op == "rope"]
-        self.max_positions = min(limits, default=2**31 - 1)
+        self.max_positions = input_bound(graph, POSITIONS)
         self._compiled, self._split_keys = compiled or {}, split_keys
         self._program = _instructions(graph, max_tree_tokens, alone=exchange is None)
         self._weights = _place_weights(graph, weights, self.device)

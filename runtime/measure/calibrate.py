@@ -38,7 +38,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 48, 64)
 _REPEATS = 9
 MAX_BUSY = 8  # each busy rank holds the weights once
 _CONTEXT_TOKENS = 1
-_ATTENTION, _NODE_CONTEXT, _NODE_ROWS = "attention", 512, (1, 2, 4, 8, 16, 32, 64)
+_NODE_CONTEXT, _NODE_ROWS = 512, (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +187,9 @@ def fit_attention(
     origin: str,
 ) -> Device:
     """``device`` with attention's own peaks: its loops over pages are far from what a matrix product reaches."""
-    calls = [call for call in graph_calls(graph) if call.record.name == _ATTENTION]
-    places = [i for i, node in enumerate(graph.nodes) if node.op == _ATTENTION]
+    calls = [call for call in graph_calls(graph) if any(kind.role is Role.KV for kind in call.inputs)]
+    caches = {value.name for value in graph.inputs_of(Role.KV)}
+    places = [i for i, node in enumerate(graph.nodes) if caches & set(node.inputs)]
     measured_us = {rows: float(took_us[places].sum()) for rows, took_us in nodes_us.items()}
     return fit_operator(device, dtype, calls, measured_us, context_tokens, origin) if calls else device
 

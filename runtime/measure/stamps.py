@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from flexspec.compiler.pages.predicted_lines import ALL, DRAFT, HAND_OVER, WAIT, Line, hop_part, stage_part
 from flexspec.graph import Graph
+from flexspec.ops.record import Collective, record_of
 
 Steps = NDArray[np.float64]  # one number a step
-_ARRIVING, _LEAVING = ("recv", "replicate"), ("send",)
-JOIN = "combine"  # of the logits' shares, which a rank does behind its program
+JOIN = "combine"  # the line of what joins the logits' shares, which a rank does behind its program
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,14 @@ class RankTimes:
     @property
     def arriving(self) -> int:
         """How many nodes at the front only wait for the stage before."""
-        return next((i for i, op in enumerate(self.ops) if op not in _ARRIVING), len(self.ops))
+        waits = (Collective.RECV, Collective.BROADCAST)
+        return next((i for i, op in enumerate(self.ops) if record_of(op).collective not in waits), len(self.ops))
 
     @property
     def leaving(self) -> int:
         """The first of the nodes at the end that only send to the stage behind."""
         count = len(self.ops)
-        while count and self.ops[count - 1] in _LEAVING:
+        while count and record_of(self.ops[count - 1]).collective is Collective.SEND:
             count -= 1
         return count
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from flexspec.errors import WeightError
 from flexspec.graph import Graph
 from flexspec.kernels.reference import TORCH_DTYPES, run_graph, weight_tensor
+from flexspec.ops.bounds import POSITIONS, input_bound
 from flexspec.runtime.executors.step import StepBatch, StepResult
 from flexspec.runtime.executors.top_successors import top_successors
 from flexspec.types import PAGE_TOKENS, Role
@@ -29,10 +30,9 @@ class ReferenceExecutor:
     def __init__(self, graph: Graph, weights: Mapping[str, NDArray[np.float32]], pages: int, max_rows: int) -> None:
         self.graph, self.pages, self.max_rows = graph, pages, max_rows
         vocab = graph.types()[graph.outputs[0]].dims[1]
-        limits = {node.attr("max_positions") for node in graph.nodes if node.op == "rope"}
         assert isinstance(vocab, int)
         self.vocab_size = vocab
-        self.max_positions = min((limit for limit in limits if isinstance(limit, int)), default=2**31 - 1)
+        self.max_positions = input_bound(graph, POSITIONS)
         self._weights = weight_tensors(graph, weights)
         self._caches = empty_caches(graph, pages)
         caches = len(self._caches)

@@ -16,6 +16,7 @@ from flexspec.compiler.partition.rank_part import RankPart
 from flexspec.compiler.partition.shares import cut_weights
 from flexspec.errors import EngineError
 from flexspec.kernels.reference import Walk, walk_graph
+from flexspec.ops.bounds import POSITIONS, input_bound
 from flexspec.runtime.executors.step import StepBatch, StepResult
 from flexspec.runtime.executors.top_successors import top_successors
 from flexspec.runtime.reference.executor import empty_caches, move_slots, step_result, step_tensors, weight_tensors
@@ -36,9 +37,7 @@ class ReferenceRanks:
         vocab = last[0].graph.types()[last[0].graph.outputs[0]].dims[1]
         assert isinstance(vocab, int)
         self.vocab_size = vocab
-        nodes = [node for part in parts for node in part.graph.nodes]
-        limits = [node.attr("max_positions") for node in nodes if node.op == "rope"]
-        self.max_positions = min((limit for limit in limits if isinstance(limit, int)), default=2**31 - 1)
+        self.max_positions = min(input_bound(part.graph, POSITIONS) for part in parts)
         self._weights = {part.rank: weight_tensors(part.graph, cut_weights(part.weights, get)) for part in parts}
         self._caches = {part.rank: empty_caches(part.graph, pages) for part in parts}
         self.traffic: dict[str, int] = {}  # exchanges of the last step by operator, a group counted once

@@ -46,7 +46,7 @@ CASES = [
     Case("rms_norm", ("f32[T,8]", "f32[8]"), {"eps": 1e-5}),
     Case("rms_norm", ("f32[T,4,8]", "f32[8]"), {"eps": 1e-5}),
     Case("embedding", ("i32[T]", "f32[12,8]"), ints=_IDS),
-    Case("embedding", ("i32[T]", "f32[4,8]"), {"first_row": 3}, _IDS, layouts=("replicated", "hidden")),
+    Case("embedding", ("i32[T]", "f32[4,8]"), {"first_row": 3, "rows": 12}, _IDS, layouts=("replicated", "hidden")),
     Case("select_rows", ("f32[T,8]", "i32[L]"), ints={1: [5, 0, 2]}),
     Case("split_heads", ("f32[T,32]",), {"heads": 4}),
     Case("merge_heads", ("f32[T,4,8]",)),
@@ -190,6 +190,8 @@ def test_layouts_compute_the_whole(case: Case, layout: TpLayout) -> None:
         operands = _rank_operands(layout, inputs, rank, degree)
         if layout.first_attr is not None:
             attrs[layout.first_attr] = rank * operands[1].shape[0]
+        if layout.whole_attr is not None:
+            attrs[layout.whole_attr] = inputs[1].shape[0]
         ranks.append(record.reference(operands, attrs))
     for j, wanted in enumerate(whole):
         dim = layout.output_dim(j)
@@ -200,7 +202,6 @@ def test_layouts_compute_the_whole(case: Case, layout: TpLayout) -> None:
         else:
             found = sum(parts) if dim == "partial" else torch.cat(parts, int(dim))  # type: ignore[assignment]
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    assert layout.collective == "all_reduce" or "partial" not in layout.outputs
 
 
 _ROUTER: dict[str, Attr] = {"top_k": 2, "softmax": "all", "normalize": True}
@@ -232,7 +233,9 @@ REFUSED = [
     ("rope", ("f32[T,4,8]", "i32[T]"), ROPE | {"kind": "dynamic"}),
     ("rope", ("f32[T,4,8]", "i32[T]"), ROPE | {"kind": "llama3"}),
     ("rope", ("f32[T,4,8]", "i32[T]"), ROPE | {"theta": 0.0}),
-    ("embedding", ("i32[T]", "f32[12,8]"), {"first_row": -1}),
+    ("embedding", ("i32[T]", "f32[12,8]"), {"first_row": -1, "rows": 12}),
+    ("embedding", ("i32[T]", "f32[12,8]"), {"first_row": 1, "rows": 12}),
+    ("embedding", ("i32[T]", "f32[12,8]"), {"first_row": 0}),
     ("router", ("f32[T,8]", "f32[6,4]"), _ROUTER),
     ("router", ("f32[T,8]", "bf16[6,8]"), _ROUTER),
     ("router", ("f32[T,8]", "f32[6,8]"), _ROUTER | {"top_k": 7}),
