@@ -42,32 +42,41 @@ def test_compile_then_generate_with_and_without_speculation(tmp_path: Path, arti
     assert texts[0] == texts[1] != "\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("generate {folder}/no.fspec -p x", "FS401", "does not exist"),
+        ("generate {artifact} -p x --draft budget:3/sources=ssm3", "FS401", "ssm3"),
+        ("generate {artifact} -p x --temperature 7", "FS501", "temperature"),
+        (f"generate {{artifact}} -p {'x' * 900}", "FS502", "fewer than 256"),
+        ("generate {artifact} -p x --context 10", "FS502", "or raise --context"),
+        ("generate {artifact} -p x --context 9000", "FS502", "2 to 256, the model's own"),
+        ("generate {llm} -p x", "FS401", "tiny.gguf is a model, not an artifact"),
+        ("serve {ssm} --port 0", "FS401", "out='ssm.fspec')), then give ssm.fspec"),
+        ("generate {artifact} -p x --kv-tokens 1", "FS502", "--kv-tokens"),
+        ("compile {llm} -o {folder}/x.fspec --isa mmx", "FS301", "--isa mmx"),
+        ("compile {folder}/no.gguf -o {folder}/x.fspec", "FS203", "no.gguf"),
+        ("compile {llm} -o {llm}", "FS401", "is not an artifact"),
+    ],
+    ids=lambda value: value.replace("x" * 900, "long") if " " in value and "{" in value else "",
+)
 def test_errors_are_one_line_and_exit_code_two(
-    tmp_path: Path, artifact: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    artifact: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    code: str,
+    words: str,
 ) -> None:
     monkeypatch.delenv("FLEXSPEC_DEBUG", raising=False)
     llm, ssm = write_models(tmp_path)
-    out = tmp_path / "x.fspec"
-    for arguments, code, words in (
-        (("generate", tmp_path / "no.fspec", "-p", "x"), "FS401", "does not exist"),
-        (("generate", artifact, "-p", "x", "--draft", "budget:3/sources=ssm3"), "FS401", "ssm3"),
-        (("generate", artifact, "-p", "x", "--temperature", "7"), "FS501", "temperature"),
-        (("generate", artifact, "-p", "x" * 900), "FS502", "fewer than 256"),
-        (("generate", artifact, "-p", "x", "--context", "10"), "FS502", "or raise --context"),
-        (("generate", artifact, "-p", "x", "--context", "9000"), "FS502", "2 to 256, the model's own"),
-        (("generate", llm, "-p", "x"), "FS401", "tiny.gguf is a model, not an artifact"),
-        (("serve", ssm, "--port", "0"), "FS401", "out='ssm.fspec')), then give ssm.fspec"),
-        (("generate", artifact, "-p", "x", "--kv-tokens", "1"), "FS502", "--kv-tokens"),
-        (("compile", llm, "-o", out, "--isa", "mmx"), "FS301", "--isa mmx"),
-        (("compile", tmp_path / "no.gguf", "-o", out), "FS203", "no.gguf"),
-        (("compile", llm, "-o", llm), "FS401", "is not an artifact"),
-    ):
-        assert main([str(word) for word in arguments]) == 2
-        lines = capsys.readouterr().err.splitlines()
-        assert (
-            lines[-1].startswith(f"flexspec {arguments[0]}: {code}: ") and words in lines[-1] and "Fix: " in lines[-1]
-        )
-    assert not out.exists() and llm.is_file()
+    places = {"llm": llm, "ssm": ssm, "folder": tmp_path, "artifact": artifact}
+    arguments = [word.format(**places) for word in line.split()]
+    assert main(arguments) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"flexspec {arguments[0]}: {code}: ") and words in told and "Fix: " in told
+    assert not (tmp_path / "x.fspec").exists() and llm.is_file()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -89,6 +98,7 @@ def test_a_busy_port_is_told_before_the_artifact_is_looked_at(tmp_path: Path) ->
     assert done.returncode == 2 and "FS602" in done.stderr and f"127.0.0.1:{port}" in done.stderr
 
 
+@pytest.mark.slow(reason="builds in a cache of its own, twice")
 def test_a_killed_compile_leaves_nothing_that_matters(tmp_path: Path) -> None:
     llm, ssm = write_models(tmp_path)
     arguments = ("compile", llm, "--ssm", ssm, "-o", tmp_path / "out/tiny.fspec", "--isa", BEST)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
+import pytest
 from planning import random_problem
 
 from flexspec.compiler.planner.plan_choice import least_free_bytes
@@ -80,6 +81,7 @@ def drafting_fits(problem: Problem, place: SsmPlace) -> bool:
     )
 
 
+@pytest.mark.slow(reason="plans are built device by device")
 def test_nothing_is_lost_by_counting() -> None:
     tried = found = several = 0
     for seed in range(160):

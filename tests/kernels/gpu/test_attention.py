@@ -44,6 +44,7 @@ def errors() -> Any:
     return interpreted(__file__, "case_errors")
 
 
+@pytest.mark.slow(reason="every variant in Triton's interpreter")
 @pytest.mark.parametrize("case", covering_cases() + edge_cases() + ONE_LOOP, ids=lambda case: case.label)
 def test_kernels_agree_with_float64(case: Case, errors: dict[str, float]) -> None:
     assert errors[case.label] <= case.limit

@@ -51,6 +51,7 @@ def plain(models: Models) -> list[Answer]:
     return alone(models.llm, ASKED, PARAMS)
 
 
+@pytest.mark.slow(reason="72 cases: 25 s of processor time together")
 @pytest.mark.parametrize("returns_early", [True, False])
 @pytest.mark.parametrize("distant", [False, True])
 @pytest.mark.parametrize("count", [2, 3, 16])

@@ -214,6 +214,7 @@ def reports() -> Any:
     return interpreted(__file__, "all_scenarios")
 
 
+@pytest.mark.slow(reason="a whole model in Triton's interpreter")
 @pytest.mark.parametrize("name", [run.__name__ for run in GREEDY])
 def test_greedy_tokens_equal_the_reference(reports: dict[str, Any], name: str) -> None:
     report = reports[name]

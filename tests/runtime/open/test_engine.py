@@ -122,6 +122,7 @@ def test_options_that_cannot_work(artifact: Path, options: dict[str, Any], error
         pass
 
 
+@pytest.mark.slow(reason="builds every program anew: 16 s of g++")
 def test_same_models_give_the_same_bytes(artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXSPEC_CACHE", str(tmp_path / "cache"))  # the libraries are built anew
     again = compile_tiny(tmp_path / "elsewhere")

@@ -53,6 +53,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(open_artifact(path), printed)
 
 
+@pytest.mark.slow(reason="a server's kernels in Triton's interpreter")
 @pytest.mark.parametrize("draft", gpu_serve.DRAFTS)
 def test_interpreted_kernels_give_the_tokens_of_the_cpu(made: Made, draft: str) -> None:
     right, ours = (gpu_serve.generate(made.root, device, draft, 6) for device in ("cpu", "interpret"))

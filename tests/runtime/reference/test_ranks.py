@@ -128,12 +128,14 @@ def check(
     return ranks
 
 
+@pytest.mark.slow(reason="every family cut in every way")
 @pytest.mark.parametrize("degrees", PLANS + RAGGED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_compute_what_one_does(family: str, degrees: str) -> None:
     check(graph_of(family), stages_of(degrees), lowered=degrees in ("2,2", "1,8,4", "8"))
 
 
+@pytest.mark.slow(reason="every family of experts cut in every way")
 @pytest.mark.parametrize("degrees", PLANS + RAGGED)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_are_shared_out(family: str, degrees: str) -> None:

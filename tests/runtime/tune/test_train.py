@@ -61,6 +61,7 @@ def _quiet(done: int, total: int, detail: str) -> None:
     assert 0 < done <= total and detail
 
 
+@pytest.mark.slow(reason="trains twice")
 def test_training_learns_and_resumes_to_the_bit(tmp_path: Path) -> None:
     corpus = _corpus()
     net, teacher, start = _parts(corpus)

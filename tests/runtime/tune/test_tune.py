@@ -89,6 +89,7 @@ def made(llm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.slow(reason="three runs of flexspec tune")
 def test_a_killed_run_ends_with_the_same_bytes(llm: Path, made: Path, tmp_path: Path) -> None:
     for stop_at in (("inventing and answering", 19), ("training", 4)):
         with pytest.raises(KeyboardInterrupt):
