@@ -9,19 +9,23 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from flexspec.api.compile import compile
     from flexspec.api.llm import LLM
+    from flexspec.api.plan import plan
     from flexspec.builder import GraphBuilder
     from flexspec.runtime.engine.complete import Completion
     from flexspec.sampling import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "GraphBuilder", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "GraphBuilder", "SamplingParams", "__version__", "compile", "plan"]
 
 _FACE = {  # name -> the module that has it
     "Completion": "flexspec.runtime.engine.complete",
     "GraphBuilder": "flexspec.builder",
     "LLM": "flexspec.api.llm",
     "SamplingParams": "flexspec.sampling",
+    "compile": "flexspec.api.compile",
+    "plan": "flexspec.api.plan",
 }
 
 for _name in ("compiler", "kernels", "runtime"):

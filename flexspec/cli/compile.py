@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 EPILOG = """\
@@ -51,48 +50,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from flexspec.api.compile import compile
     from flexspec.cli.progress import progress_bars
-    from flexspec.compiler.planner.plan_file import read_plan
-    from flexspec.draft_plan import DraftLadder, DraftPlan, default_draft
-    from flexspec.errors import CompileError
-    from flexspec.kernels.package.compile_model import CompileOptions, compile_model
-    from flexspec.types import DType
 
-    targets = _split(args.target)
-    isas = _isas(_split(args.isa))
-    if not 1 <= args.max_tree <= 512:
-        raise CompileError(f"--max-tree {args.max_tree}", "1 to 512 nodes", "choose a size in that range")
-    draft = DraftPlan.parse(args.draft) if args.draft else default_draft(len(args.ssm))
-    plan = read_plan(args.plan, len(args.ssm), draft) if args.plan else None
-    if plan is not None and args.draft:
-        plan = replace(plan, ladder=DraftLadder.of(draft), micro_batches=())
-    elif plan is not None:
-        draft = plan.ladder.for_batch(1)
-    options = CompileOptions(DType(args.dtype), targets, isas, draft, args.max_tree, args.dump_ir, plan)
-    argv = ["flexspec", *sys.argv[1:]]
     with progress_bars() as progress:
-        path, rows = compile_model(args.model, args.ssm, args.output, options, argv=argv, progress=progress)
-    if rows:
+        made = compile(
+            args.model,
+            out=args.output,
+            ssm=args.ssm,
+            plan=args.plan,
+            dtype=args.dtype,
+            targets=_split(args.target),
+            isas=_split(args.isa) or None,
+            draft=args.draft,
+            max_tree=args.max_tree,
+            dump_ir=args.dump_ir,
+            command=["flexspec", *sys.argv[1:]],
+            progress=progress,
+        )
+    if made.gpu_kernels:
         from flexspec.kernels.gpu.package import format_rows
 
-        print(format_rows(rows))
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    print(f"{path}: {size / 1e6:.0f} MB, draft plan {draft}")
+        print(format_rows(list(made.gpu_kernels)))
+    print(f"{made.path}: {made.size_bytes / 1e6:.0f} MB, draft plan {made.draft}")
     return 0
-
-
-def _isas(names: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Instruction sets as CompileOptions takes them. Raises CompileError for a name of none."""
-    from flexspec.errors import CompileError
-    from flexspec.kernels.cpu.build import ISA_FLAGS
-
-    if names == ("none",):
-        return ()
-    unknown = [name for name in names if name not in ISA_FLAGS]
-    if unknown:
-        known = f"one of {', '.join(ISA_FLAGS)}, or none alone"
-        raise CompileError(f"--isa {unknown[0]}", known, "correct the name")
-    return names or None
 
 
 def _split(values: list[str]) -> tuple[str, ...]:

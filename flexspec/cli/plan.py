@@ -6,12 +6,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexspec.compiler.artifact.plan import Plan
-    from flexspec.compiler.planner.plan_choice import Layout
-    from flexspec.compiler.planner.search import Candidate
     from flexspec.compiler.prices.acceptance_profile import AcceptanceProfile
     from flexspec.compiler.prices.problem import Problem
 
@@ -68,37 +66,32 @@ def run(args: argparse.Namespace) -> int:
     from flexspec.cli.planning.options import check_options
 
     check_options(args)
-    problem, acceptance = _problem(args)
+    asked = _asked(args)
+    if args.compare is not None or args.pareto or args.score:
+        from flexspec.api.plan import open_problem
+
+        problem, acceptance = open_problem(**asked, times_only=args.compare is not None)
+        return _without_search(args, problem, acceptance)
+    from flexspec.api.plan import plan
+
+    found = plan(**asked, prove=args.prove)
+    if args.json:
+        print(json.dumps(found.to_json(), indent=1))
+    else:
+        sys.stdout.write(found.page())
+    if args.svg:
+        _write(args.svg, found.svg(), "picture")
+    _save(args, found.plan)
+    return 0
+
+
+def _without_search(args: argparse.Namespace, problem: Problem, acceptance: AcceptanceProfile | None) -> int:
+    """What is asked of the problem other than its best plan."""
     if args.compare is not None:
         from flexspec.cli.planning.compare import compare
 
         return compare(args, problem)
-    if args.pareto:
-        return _pareto(problem, args.json)
-    if args.score:
-        return _score(args, problem, acceptance)
-    from flexspec.compiler.pages.plan_page import plan_json, plan_page
-    from flexspec.compiler.planner.explain import explain
-    from flexspec.compiler.planner.plan_choice import make_plan, place_devices
-    from flexspec.compiler.planner.prove import prove
-    from flexspec.compiler.planner.search import search
-
-    found = search(problem)
-    certificate = prove(problem, found[0].value_us) if args.prove else None
-    if certificate and certificate.refutes(found[0].value_us, found[0].free_bytes):
-        print(f"the prover found a better plan, {certificate.to_json()}: please report this", file=sys.stderr)
-        return 1
-    plan = make_plan(problem, found[0], certificate)
-    why = explain(problem, found, acceptance.llm if acceptance else "")
-    if args.json:
-        body = {**plan_json(problem, found[0], why, acceptance), "plan": plan.to_json()}
-        body["certificate"] = certificate.to_json() if certificate else None
-        print(json.dumps(body, indent=1))
-    else:
-        sys.stdout.write(plan_page(problem, why, acceptance, certificate))
-    _draw(args, problem, found[0], place_devices(problem, found[0].place, found[0].cuts))
-    _save(args, plan)
-    return 0
+    return _pareto(problem, args.json) if args.pareto else _score(args, problem, acceptance)
 
 
 def _list_machines() -> int:
@@ -109,45 +102,25 @@ def _list_machines() -> int:
     return 0
 
 
-def _problem(args: argparse.Namespace) -> tuple[Problem, AcceptanceProfile | None]:
-    from flexspec.compiler.prices.acceptance_profile import find_acceptance, open_acceptance
-    from flexspec.compiler.prices.machine import open_machine
-    from flexspec.compiler.prices.plan_models import check_same_vocabulary, open_profile
-    from flexspec.compiler.prices.problem import Problem
-    from flexspec.errors import PlanError, ProfileError
-    from flexspec.types import DType
+def _asked(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``flexspec.plan``."""
+    from flexspec.errors import PlanError
 
     if args.model is None:
         raise PlanError("no model", "a config.json, a Hugging Face folder or a .gguf file", "name one")
-    machine, dtype = open_machine(args.machine), DType(args.dtype)
-    degrees = _degrees(args.degrees, max(kind.devices for kind in machine.kinds))
-    llm = open_profile(args.model, dtype, degrees)
-    ssms = tuple(open_profile(path, dtype, ssm=True) for path in args.ssm)
-    check_same_vocabulary(llm.config, ssms)
-    acceptance = None
-    if args.acceptance:
-        acceptance = open_acceptance(args.acceptance)
-    elif ssms:
-        try:
-            acceptance = find_acceptance([ssm.name for ssm in ssms])
-        except ProfileError:
-            if args.compare is None:  # what a round takes does not depend on the tokens that it brings
-                raise
-    limit_us = args.limit_ms * 1e3 if args.objective == "goodput" else float("inf")
-    entries = acceptance.entries if acceptance else ()
-    problem = Problem(machine, llm, ssms, entries, args.requests, args.context, args.objective, limit_us, degrees)
-    return problem, acceptance
+    names = ("model", "machine", "ssm", "acceptance", "requests", "context", "objective", "limit_ms", "dtype")
+    return {**{name: getattr(args, name) for name in names}, "degrees": _degrees(args.degrees)}
 
 
-def _degrees(text: str | None, largest: int) -> tuple[int, ...]:
+def _degrees(text: str | None) -> tuple[int, ...]:
     from flexspec.errors import PlanError
 
     if text is None:
-        return tuple(1 << i for i in range(largest.bit_length()) if 1 << i <= min(largest, 64))
+        return ()
     parts = text.split(",")
     if not all(part.strip().isdigit() and 1 <= int(part) <= 64 for part in parts):
         raise PlanError(f"--degrees {text}", "whole numbers from 1 to 64, separated by commas", "pass --degrees 1,2,4")
-    return tuple(sorted({int(part) for part in parts}))
+    return tuple(int(part) for part in parts)
 
 
 def _pareto(problem: Problem, as_json: bool) -> int:
@@ -192,16 +165,12 @@ def _score(args: argparse.Namespace, problem: Problem, acceptance: AcceptancePro
         print(json.dumps(body, indent=1))
     else:
         sys.stdout.write(score_page(problem, plan, layout, best))
-    _draw(args, problem, plan, layout)
-    _save(args, priced)
-    return 0
-
-
-def _draw(args: argparse.Namespace, problem: Problem, plan: Candidate, layout: Layout) -> None:
     if args.svg:
         from flexspec.compiler.pages.draw_plan import plan_svg
 
         _write(args.svg, plan_svg(problem, plan, layout), "picture")
+    _save(args, priced)
+    return 0
 
 
 def _save(args: argparse.Namespace, plan: Plan) -> None:

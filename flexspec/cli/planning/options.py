@@ -22,11 +22,6 @@ def check_options(args: argparse.Namespace) -> None:
         clash = next((other for other in others if getattr(args, other)), "") if given else ""
         if clash:
             raise PlanError(f"--{name} with --{clash}", "one of them", f"leave out --{clash}")
-    if args.limit_ms is not None and args.objective != "goodput":
-        found = f"--limit-ms with --objective {args.objective}"
-        raise PlanError(found, "--objective goodput, which has a limit", "pass it, or leave out --limit-ms")
-    if args.objective == "goodput" and not (args.limit_ms and args.limit_ms > 0):
-        raise PlanError("goodput without a limit", "--limit-ms above 0", "pass --limit-ms 50, for example")
     if args.turns is not None and args.compare is None:
         raise PlanError("--turns without --compare", "--compare, which runs plans", "pass it, or leave out --turns")
     for name in ("output", "svg"):

@@ -1,0 +1,27 @@
+"""What several functions of the Python face take: paths, one or several, and dtypes by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexspec.errors import CompileError
+from flexspec.types import DType
+
+AnyPath = str | os.PathLike[str]
+AnyPaths = AnyPath | Sequence[AnyPath]
+_DTYPES = (DType.BF16, DType.F32)  # of weights and KV cache
+
+
+def listed(paths: AnyPaths) -> list[Path]:
+    """One path or several as a list."""
+    return [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
+
+
+def read_dtype(dtype: str | DType) -> DType:
+    """A dtype by its name. Raises CompileError for one that models are not compiled for."""
+    found = next((known for known in _DTYPES if dtype in (known, known.value)), None)
+    if found is None:
+        raise CompileError(f"dtype {dtype}", f"one of {', '.join(known.value for known in _DTYPES)}", "choose one")
+    return found
