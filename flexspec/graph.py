@@ -15,6 +15,12 @@ from flexspec.types import Role, TensorType
 Attr = int | float | str | bool | tuple[int, ...] | tuple[float, ...]
 
 
+def as_int(value: object) -> int:
+    """A dim or an attribute that the rules made sure is a whole number."""
+    assert isinstance(value, int), f"{value!r} where a whole number was made sure of"
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """A named tensor. Names are unique in a graph."""

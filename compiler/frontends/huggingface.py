@@ -82,6 +82,7 @@ def read_config(settings: Settings, path: Path) -> tuple[ModelConfig, str]:
         fix = "take a model of these families"
         raise settings.error("architectures", f"one of {', '.join(sorted(table))}", fix)
     family, rules = table[known[0]]
+    settings = settings.with_keys(rules.keys)
     if "quantization_config" in settings:
         raise settings.error("quantization_config", "weights in plain floating point", "take the unquantised model")
     if settings.string("hidden_act", rules.activations[0]) not in rules.activations:

@@ -13,23 +13,31 @@ _MAX_SIZE = 1 << 31
 
 
 class Settings:
-    """A read-only view of a table. ``None`` counts as absent; a value of the wrong type is a ModelConfigError."""
+    """A read-only view of a table. ``None`` counts as absent; a value of the wrong type is a ModelConfigError.
 
-    __slots__ = ("_path", "_table")
+    ``called``: what the file calls a key, where that differs (``{"intermediate_size": "ffn_dim"}``).
+    """
 
-    def __init__(self, table: Mapping[str, Any], path: Path) -> None:
+    __slots__ = ("_called", "_path", "_table")
+
+    def __init__(self, table: Mapping[str, Any], path: Path, called: Mapping[str, str] | None = None) -> None:
         self._table = table
         self._path = path
+        self._called = called or {}
+
+    def with_keys(self, called: Mapping[str, str]) -> Settings:
+        """The same table, where these keys are called otherwise."""
+        return Settings(self._table, self._path, called)
 
     def __contains__(self, key: str) -> bool:
-        return self._table.get(key) is not None
+        return self.raw(key) is not None
 
     def is_null(self, key: str) -> bool:
         """The key is there with an explicit null, which for some keys means "off" rather than "default"."""
-        return key in self._table and self._table[key] is None
+        return self._name(key) in self._table and self.raw(key) is None
 
     def raw(self, key: str) -> Any:
-        return self._table.get(key)
+        return self._table.get(self._name(key))
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """An integer of at least ``least``; required when ``default`` is None."""
@@ -81,13 +89,16 @@ class Settings:
         return tuple(item for item in items if item >= 0)
 
     def error(self, key: str, expected: str, fix: str = "correct the file, or download it again") -> ModelConfigError:
-        value = self._table.get(key)
+        value, key = self.raw(key), self._name(key)
         found = f"{self._path} has no {key}" if value is None else f"{self._path} has {key} = {repr(value)[:80]}"
         return ModelConfigError(found, expected, fix)
 
     def _get(self, key: str, default: Any) -> Any:
-        value = self._table.get(key)
+        value = self.raw(key)
         return default if value is None else value
+
+    def _name(self, key: str) -> str:
+        return self._called.get(key, key)
 
 
 def check_sliding_window(window: int | None, max_positions: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from flexspec.compiler.partition.rank_part import RankPart
 from flexspec.errors import PartitionError
-from flexspec.graph import Graph, Node
+from flexspec.graph import Graph, Node, as_int
 from flexspec.ops.record import Collective, record_of
 
 Ranks = tuple[int, ...]
@@ -29,13 +29,13 @@ def meeting_of(rank: int, node: Node) -> Meeting:
     """What an exchange of ``rank`` is called by all who take part in it."""
     attrs, kind, collective = dict(node.attrs), node.outputs[0].type, record_of(node).collective
     if collective is Collective.SEND:
-        return Meeting("hop", (rank, _int(attrs["to"])), f"channel {attrs['channel']}: {kind}")
+        return Meeting("hop", (rank, as_int(attrs["to"])), f"channel {attrs['channel']}: {kind}")
     if collective is Collective.RECV:
-        return Meeting("hop", (_int(attrs["source"]), rank), f"channel {attrs['channel']}: {kind}")
+        return Meeting("hop", (as_int(attrs["source"]), rank), f"channel {attrs['channel']}: {kind}")
     members = attrs["ranks"]
     assert isinstance(members, tuple)
     shared = {key: value for key, value in node.attrs if key not in ("part", "ranks")}
-    return Meeting(node.op, tuple(_int(member) for member in members), f"{shared}: {kind}")
+    return Meeting(node.op, tuple(as_int(member) for member in members), f"{shared}: {kind}")
 
 
 def check_ranks(parts: Sequence[RankPart]) -> None:
@@ -69,8 +69,3 @@ def _unfit(found: str) -> PartitionError:
     return PartitionError(
         found, "exchanges that all ranks of a group reach in the same order", "use the parts of all ranks of one plan"
     )
-
-
-def _int(value: object) -> int:
-    assert isinstance(value, int)
-    return value

@@ -25,7 +25,7 @@ from flexspec.compiler.partition.shares import WeightSlice
 from flexspec.compiler.partition.stage_cuts import Crossing, StageCut, cut_stages
 from flexspec.compiler.passes.dead_values import dead_values
 from flexspec.errors import PartitionError
-from flexspec.graph import Attr, Graph, Node, Value
+from flexspec.graph import Attr, Graph, Node, Value, as_int
 from flexspec.types import Dim, Role, TensorType
 from flexspec.verifier import verify
 
@@ -156,14 +156,14 @@ class _RankWriter:
         if split:
             name, state = split[0]
             for key in layout.scaled_attrs:
-                first, end = self.share(_int(attrs[key]), state)
+                first, end = self.share(as_int(attrs[key]), state)
                 attrs[key] = end - first
             if layout.first_attr is not None:
                 assert isinstance(state.dim, int)
                 attrs[layout.first_attr] = self.share(self.types[name].dims[state.dim], state)[0]
             if layout.whole_attr is not None:
                 assert isinstance(state.dim, int)
-                attrs[layout.whole_attr] = _int(self.types[name].dims[state.dim])
+                attrs[layout.whole_attr] = as_int(self.types[name].dims[state.dim])
         outputs: list[Value] = []
         for value, state in zip(node.outputs, sharded.outputs, strict=True):
             needed_whole = value.name in self.cut.graph.outputs and state.dim is not None
@@ -217,7 +217,7 @@ class _RankWriter:
         local = name if name not in self.inputs else self.fresh(f"{name}.cut")
         self.inputs.setdefault(name, []).append(Value(local, self.local_type(kind, state)))
         if kind.role is Role.WEIGHT:
-            dims = tuple(_int(dim) for dim in kind.dims)
+            dims = tuple(as_int(dim) for dim in kind.dims)
             if isinstance(state.dim, int):
                 first, end = self.share(dims[state.dim], state)
                 self.slices.append(WeightSlice(local, name, dims, state.dim, first, end))
@@ -244,7 +244,7 @@ class _RankWriter:
         rows = self.row_counter(value)
         arriving: dict[str, Attr] = {
             "dtype": value.type.dtype.value,
-            "columns": tuple(_int(dim) for dim in value.type.dims[1:]),
+            "columns": tuple(as_int(dim) for dim in value.type.dims[1:]),
         }
         first = self.part % len(peers)
         group = self.ranks[first :: len(peers)]
@@ -275,8 +275,3 @@ class _RankWriter:
             "a tensor whose first dim counts the rows of a step input",
             "cut the stages elsewhere",
         )
-
-
-def _int(value: object) -> int:
-    assert isinstance(value, int), f"{value!r} is a size"
-    return value

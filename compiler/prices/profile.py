@@ -15,7 +15,7 @@ from flexspec.compiler.artifact.plan import Stage
 from flexspec.compiler.partition.lower_ranks import lower_ranks
 from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES, Pass
 from flexspec.errors import PartitionError, PlanError
-from flexspec.graph import Graph, Node
+from flexspec.graph import Graph, Node, as_int
 from flexspec.models.config import ModelConfig
 from flexspec.ops.record import Attrs, Collective, OpRecord, record_of
 from flexspec.types import PAGE_TOKENS, DType, Role, TensorType
@@ -98,7 +98,7 @@ class ModelProfile:
     def reads_features(self) -> int:
         """Columns of the LLM's states that an SSM reads; 0 for one that reads none, and for an LLM."""
         inputs = self.ranks[1].graph.inputs
-        return next((_extent(value.type.dims[-1]) for value in inputs if value.type.role is Role.ACTIVATION), 0)
+        return next((as_int(value.type.dims[-1]) for value in inputs if value.type.role is Role.ACTIVATION), 0)
 
     def weight_bytes(self) -> int:
         """The whole model."""
@@ -180,7 +180,7 @@ def _rank_profile(graph: Graph, degree: int, passes: Sequence[Pass]) -> RankProf
         {unit: tuple(_call(node, types, unit) for node in part) for unit, part in split.items()},
         {unit: size(names) for unit, names in reads.items()},
         size(shared),
-        sum(kind.dtype.size_bytes * _extent(kind.dims[2]) * _extent(kind.dims[3]) for kind in kv),
+        sum(kind.dtype.size_bytes * as_int(kind.dims[2]) * as_int(kind.dims[3]) for kind in kv),
         largest,
     )
 
@@ -207,8 +207,3 @@ def _call(node: Node, types: Mapping[str, TensorType], unit: str) -> Call:
     record = record_of(node)
     joins = unit == "back" and record.collective is Collective.ALL_GATHER
     return Call(record, inputs, tuple(value.type for value in node.outputs), dict(node.attrs), joins)
-
-
-def _extent(dim: int | str) -> int:
-    assert isinstance(dim, int)
-    return dim

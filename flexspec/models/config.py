@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flexspec.errors import ModelConfigError
@@ -84,6 +84,8 @@ class Checkpoint:
     window_is_optional: bool = False  # only with use_sliding_window
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    # Keys that config.json calls otherwise, by the Llama name ({"intermediate_size": "ffn_dim"}).
+    keys: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[ConfigKeys, ModelConfig], ModelConfig] | None = None
     stored_names: tuple[tuple[str, str], ...] = ()
 

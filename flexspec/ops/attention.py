@@ -65,17 +65,15 @@ def _seen(sizes: dict[str, int]) -> int:
     return sizes["S"] + -(-sizes["T"] // sizes["R"])
 
 
-def _flops(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
+def _flops(ins: Sequence[TensorType], _outs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]) -> int:
     """Both products and the softmax, over S committed tokens of each request and the rows of the step."""
-    del outs, attrs
     head_dim = extent(ins[0].dims[2], sizes)
     heads = extent(ins[0].dims[1], sizes)
     return sizes["T"] * heads * _seen(sizes) * (4 * head_dim + 5)
 
 
-def _bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
+def _bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]) -> int:
     """q, k, v, output; new K/V written; committed K/V of each request read once; the small step inputs."""
-    del attrs
     cached = ins[3].dtype.size_bytes
     rows = sum(t.bytes(sizes) for t in ins[:3]) + outs[0].bytes(sizes) + 2 * ins[1].elements(sizes) * cached
     row_elements = extent(ins[1].dims[1], sizes) * extent(ins[1].dims[2], sizes)

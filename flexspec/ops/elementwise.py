@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 def binary_shape(op: str) -> ShapeRule:
     """The shape rule of an operator over two tensors of one type."""
 
-    def shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
-        del attrs
+    def shape(types: Sequence[TensorType], _attrs: Attrs) -> tuple[TensorType, ...]:
         same_dtype(op, types)
         require(types[0].dims == types[1].dims, op, types, "two tensors of equal dims")
         return (activation(types[0], types[0].dims),)
@@ -28,22 +27,19 @@ def binary_shape(op: str) -> ShapeRule:
 def flops_per_element(count: int) -> Count:
     """A flop rule: ``count`` operations for each output element."""
 
-    def flops(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
-        del ins, attrs
+    def flops(_ins: Sequence[TensorType], outs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]) -> int:
         return count * outs[0].elements(sizes)
 
     return flops
 
 
-def _add(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
-    del attrs
+def _add(inputs: Sequence[torch.Tensor], _attrs: Attrs) -> tuple[torch.Tensor, ...]:
     return (inputs[0] + inputs[1],)
 
 
-def _swiglu(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
+def _swiglu(inputs: Sequence[torch.Tensor], _attrs: Attrs) -> tuple[torch.Tensor, ...]:
     import torch
 
-    del attrs
     gate, up = inputs
     return (torch.nn.functional.silu(gate) * up,)
 

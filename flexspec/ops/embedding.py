@@ -37,25 +37,23 @@ def _embedding_bounds(types: Sequence[TensorType], attrs: Attrs) -> dict[int, in
     return {0: rows} if isinstance(rows, int) else {}
 
 
-def _select_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
-    del attrs
+def _select_shape(types: Sequence[TensorType], _attrs: Attrs) -> tuple[TensorType, ...]:
     return _lookup_shape("select_rows", types[0], types[1], types)
 
 
-def _flops(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
+def _flops(_ins: Sequence[TensorType], outs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]) -> int:
     """A copy: one operation an element, so that a schedule by flops still sees it."""
-    del ins, attrs
     return outs[0].elements(sizes)
 
 
-def _embedding_bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
+def _embedding_bytes(
+    ins: Sequence[TensorType], outs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]
+) -> int:
     """Ids, plus the rows read and written; the rest of the table is not touched."""
-    del attrs
     return ins[0].bytes(sizes) + 2 * outs[0].bytes(sizes)
 
 
-def _select_bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
-    del attrs
+def _select_bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]) -> int:
     return ins[1].bytes(sizes) + 2 * outs[0].bytes(sizes)
 
 
@@ -70,8 +68,7 @@ def _embedding(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tens
     return (table[rows.clamp(0, table.shape[0] - 1)] * held[:, None].to(table.dtype),)
 
 
-def _select(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
-    del attrs
+def _select(inputs: Sequence[torch.Tensor], _attrs: Attrs) -> tuple[torch.Tensor, ...]:
     x, rows = inputs
     return (x[rows.long()],)
 

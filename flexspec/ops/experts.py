@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from flexspec.graph import as_int
 from flexspec.ops.checks import activation, extent, require, same_dtype
 from flexspec.ops.record import Attrs, KernelKey, OpRecord, TpLayout, io_bytes, register
 from flexspec.types import TensorType
@@ -20,12 +21,6 @@ if TYPE_CHECKING:
 SOFTMAX = ("all", "chosen")  # over all experts before the top k are taken, or over those that were
 
 
-def _int(attrs: Attrs, key: str) -> int:
-    value = attrs[key]
-    assert isinstance(value, int)
-    return value
-
-
 def _router_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
     x, weight = types
     same_dtype("router", types)
@@ -33,7 +28,7 @@ def _router_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType
         len(x.dims) == 2 and len(weight.dims) == 2 and weight.dims[1] == x.dims[1] and isinstance(weight.dims[0], int),
         "router", types, "x of dims [T,E] and a weight of dims [X,E]",
     )  # fmt: skip
-    experts, top_k, softmax = weight.dims[0], _int(attrs, "top_k"), attrs["softmax"]
+    experts, top_k, softmax = weight.dims[0], as_int(attrs["top_k"]), attrs["softmax"]
     assert isinstance(experts, int)
     require(1 <= top_k <= experts, "router", types, f"top_k from 1 to {experts} (found top_k={top_k})")
     require(softmax in SOFTMAX, "router", types, f"softmax one of {', '.join(SOFTMAX)} (found {softmax!r})")
@@ -43,7 +38,7 @@ def _router_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType
 def _router_flops(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
     """The product, and a few operations an element for softmax and each round of the choice."""
     rows = extent(ins[0].dims[0], sizes)
-    return 2 * rows * ins[1].elements(sizes) + (4 + _int(attrs, "top_k")) * outs[0].elements(sizes)
+    return 2 * rows * ins[1].elements(sizes) + (4 + as_int(attrs["top_k"])) * outs[0].elements(sizes)
 
 
 def _router(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
@@ -62,7 +57,7 @@ def _router(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor,
     if attrs["softmax"] == "all":
         scores_TX = scores_TX.softmax(-1)
     ranked = torch.sort(scores_TX, dim=-1, descending=True, stable=True)
-    top_k = _int(attrs, "top_k")
+    top_k = as_int(attrs["top_k"])
     values, chosen = ranked.values[:, :top_k], ranked.indices[:, :top_k]
     if attrs["softmax"] == "chosen":
         values = values.softmax(-1)
@@ -82,7 +77,7 @@ def _experts_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorTyp
     require(down.dims == (held, width, ffn), op, types, f"a down weight of dims [{held},{width},{ffn}]")
     require(routing.dims == (x.dims[0], held), op, types, f"routing of dims [{x.dims[0]},{held}]")
     require(all(isinstance(dim, int) for dim in gate.dims), op, types, "weights of fixed dims")
-    experts, top_k = _int(attrs, "experts"), _int(attrs, "top_k")
+    experts, top_k = as_int(attrs["experts"]), as_int(attrs["top_k"])
     assert isinstance(held, int)
     require(
         held <= experts and 1 <= top_k <= experts,
@@ -93,8 +88,8 @@ def _experts_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorTyp
 
 def _calls(ins: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> float:
     """Expected number of (row, expert) pairs among the experts that are held, all being chosen equally often."""
-    share = extent(ins[2].dims[0], sizes) / _int(attrs, "experts")
-    return extent(ins[0].dims[0], sizes) * _int(attrs, "top_k") * share
+    share = extent(ins[2].dims[0], sizes) / as_int(attrs["experts"])
+    return extent(ins[0].dims[0], sizes) * as_int(attrs["top_k"]) * share
 
 
 def expected_experts(held: int, experts: int, top_k: int, rows: int) -> float:
@@ -105,9 +100,8 @@ def expected_experts(held: int, experts: int, top_k: int, rows: int) -> float:
     return held * (1.0 - (1.0 - top_k / experts) ** rows)
 
 
-def _experts_flops(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
+def _experts_flops(ins: Sequence[TensorType], _outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
     """Three products for each pair, and its weighted sum."""
-    del outs
     _, ffn, width = (extent(dim, sizes) for dim in ins[2].dims)
     return round(_calls(ins, attrs, sizes) * (6 * ffn * width + 2 * width + 5 * ffn))
 
@@ -116,16 +110,15 @@ def _experts_bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs:
     """Rows in and out, and the weights of the experts that are touched: few in a small step, soon all of them."""
     held = extent(ins[2].dims[0], sizes)
     rows = extent(ins[0].dims[0], sizes)
-    touched = expected_experts(held, _int(attrs, "experts"), _int(attrs, "top_k"), rows) / held
+    touched = expected_experts(held, as_int(attrs["experts"]), as_int(attrs["top_k"]), rows) / held
     weights = sum(kind.bytes(sizes) for kind in ins[2:])
     return ins[0].bytes(sizes) + ins[1].bytes(sizes) + outs[0].bytes(sizes) + round(touched * weights)
 
 
-def _experts(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
+def _experts(inputs: Sequence[torch.Tensor], _attrs: Attrs) -> tuple[torch.Tensor, ...]:
     import torch
     from torch.nn import functional
 
-    del attrs
     x_TE, routing_TX, gate_XFE, up_XFE, down_XEF = inputs
     y_TE = torch.zeros_like(x_TE)
     for expert in range(gate_XFE.shape[0]):

@@ -27,8 +27,7 @@ def _out_dim(op: str, types: Sequence[TensorType], weight: TensorType, bias: Ten
     return weight.dims[0]
 
 
-def _linear_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
-    del attrs
+def _linear_shape(types: Sequence[TensorType], _attrs: Attrs) -> tuple[TensorType, ...]:
     n = _out_dim("linear", types, types[1], types[2] if len(types) == 3 else None)
     return (activation(types[0], (types[0].dims[0], n)),)
 
@@ -60,15 +59,13 @@ def _group_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType,
     return tuple(activation(types[0], (types[0].dims[0], n)) for n in dims)
 
 
-def _swiglu_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
-    del attrs
+def _swiglu_shape(types: Sequence[TensorType], _attrs: Attrs) -> tuple[TensorType, ...]:
     n = _out_dim("linear_swiglu", types, types[1], None)
     require(types[1].dims == types[2].dims, "linear_swiglu", types, "gate and up weights of equal dims")
     return (activation(types[0], (types[0].dims[0], n)),)
 
 
-def _add_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
-    del attrs
+def _add_shape(types: Sequence[TensorType], _attrs: Attrs) -> tuple[TensorType, ...]:
     n = _out_dim("linear_add", types, types[1], types[3] if len(types) == 4 else None)
     dims = (types[0].dims[0], n)
     require(types[2].dims == dims, "linear_add", types, f"a residual of dims [{dims[0]},{dims[1]}]")
@@ -86,10 +83,9 @@ def _flops(weights: Callable[[Attrs], Sequence[int]]) -> Count:
     return flops
 
 
-def _linear(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
+def _linear(inputs: Sequence[torch.Tensor], _attrs: Attrs) -> tuple[torch.Tensor, ...]:
     import torch
 
-    del attrs
     return (torch.nn.functional.linear(*inputs),)
 
 
@@ -100,18 +96,16 @@ def _group(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, 
     return tuple(linear(inputs[0], inputs[w], None if b is None else inputs[b]) for w, b in _parts(attrs))
 
 
-def _linear_swiglu(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
+def _linear_swiglu(inputs: Sequence[torch.Tensor], _attrs: Attrs) -> tuple[torch.Tensor, ...]:
     from torch.nn import functional
 
-    del attrs
     x, gate, up = inputs
     return (functional.silu(functional.linear(x, gate)) * functional.linear(x, up),)
 
 
-def _linear_add(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
+def _linear_add(inputs: Sequence[torch.Tensor], _attrs: Attrs) -> tuple[torch.Tensor, ...]:
     import torch
 
-    del attrs
     x, weight, residual, *bias = inputs
     return (residual + torch.nn.functional.linear(x, weight, *bias),)
 

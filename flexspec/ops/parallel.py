@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from flexspec.graph import as_int
 from flexspec.ops.checks import activation, require
 from flexspec.ops.elementwise import flops_per_element
 from flexspec.ops.record import (
@@ -31,12 +32,6 @@ if TYPE_CHECKING:
 _EXCHANGE = KernelKey(cpu="exchange", triton=EXCHANGE)
 
 
-def _int(attrs: Attrs, key: str) -> int:
-    value = attrs[key]
-    assert isinstance(value, int)
-    return value
-
-
 def _ints(attrs: Attrs, key: str) -> tuple[int, ...]:
     value = attrs[key]
     assert isinstance(value, tuple)
@@ -54,7 +49,7 @@ def _check_group(op: str, types: Sequence[TensorType], attrs: Attrs) -> tuple[in
 
 def _cut_dim(op: str, types: Sequence[TensorType], attrs: Attrs) -> int:
     """The size of the dim that is cut."""
-    dim = _int(attrs, "dim")
+    dim = as_int(attrs["dim"])
     size = types[0].dims[dim] if 0 <= dim < len(types[0].dims) else None
     require(
         types[0].dtype.is_float and isinstance(size, int), op, types,
@@ -69,19 +64,19 @@ def _resized(x: TensorType, dim: int, size: int) -> tuple[TensorType]:
 
 
 def _partition_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
-    size, first, end = _cut_dim("partition", types, attrs), _int(attrs, "first"), _int(attrs, "end")
+    size, first, end = _cut_dim("partition", types, attrs), as_int(attrs["first"]), as_int(attrs["end"])
     require(0 <= first < end <= size, "partition", types, f"0 <= first={first} < end={end} <= {size}")
-    return _resized(types[0], _int(attrs, "dim"), end - first)
+    return _resized(types[0], as_int(attrs["dim"]), end - first)
 
 
 def _combine_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
     ranks, size = _check_group("combine", types, attrs), _cut_dim("combine", types, attrs)
-    sizes, part = _ints(attrs, "sizes"), _int(attrs, "part")
+    sizes, part = _ints(attrs, "sizes"), as_int(attrs["part"])
     require(
         len(sizes) == len(ranks) and min(sizes) > 0 and 0 <= part < len(ranks) and sizes[part] == size,
         "combine", types, f"a size above 0 for each rank, that of part={part} being {size} (found {list(sizes)})",
     )  # fmt: skip
-    return _resized(types[0], _int(attrs, "dim"), sum(sizes))
+    return _resized(types[0], as_int(attrs["dim"]), sum(sizes))
 
 
 def _reduce_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
@@ -105,7 +100,7 @@ def _arriving(op: str, types: Sequence[TensorType], attrs: Attrs) -> TensorType:
 
 
 def _replicate_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
-    ranks, root = _check_group("replicate", types, attrs), _int(attrs, "root")
+    ranks, root = _check_group("replicate", types, attrs), as_int(attrs["root"])
     require(root in ranks, "replicate", types, f"a root among ranks={list(ranks)} (found root={root})")
     return (_arriving("replicate", types, attrs),)
 
@@ -123,27 +118,26 @@ def _recv_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, 
 
 def _check_peer(op: str, types: Sequence[TensorType], attrs: Attrs, peer: str) -> None:
     require(
-        _int(attrs, peer) >= 0 and _int(attrs, "channel") >= 0,
+        as_int(attrs[peer]) >= 0 and as_int(attrs["channel"]) >= 0,
         op, types, f"{peer} and channel from 0 up (found {peer}={attrs[peer]}, channel={attrs['channel']})",
     )  # fmt: skip
 
 
 def _partition(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
-    first = _int(attrs, "first")
-    return (inputs[0].narrow(_int(attrs, "dim"), first, _int(attrs, "end") - first).contiguous(),)
+    first = as_int(attrs["first"])
+    return (inputs[0].narrow(as_int(attrs["dim"]), first, as_int(attrs["end"]) - first).contiguous(),)
 
 
 def _combine(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
     import torch
 
-    return (torch.cat(list(inputs), _int(attrs, "dim")),)
+    return (torch.cat(list(inputs), as_int(attrs["dim"])),)
 
 
-def _reduce(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
+def _reduce(inputs: Sequence[torch.Tensor], _attrs: Attrs) -> tuple[torch.Tensor, ...]:
     """The sum in rank order, in float32 or wider."""
     import torch
 
-    del attrs
     total = inputs[0].to(torch.promote_types(inputs[0].dtype, torch.float32))
     for part in inputs[1:]:
         total = total + part
@@ -151,11 +145,10 @@ def _reduce(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor,
 
 
 def _replicate(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
-    return (inputs[_ints(attrs, "ranks").index(_int(attrs, "root"))],)
+    return (inputs[_ints(attrs, "ranks").index(as_int(attrs["root"]))],)
 
 
-def _same(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
-    del attrs
+def _same(inputs: Sequence[torch.Tensor], _attrs: Attrs) -> tuple[torch.Tensor, ...]:
     return (inputs[0],)
 
 

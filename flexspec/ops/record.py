@@ -156,7 +156,6 @@ def sent_values(graph: Graph) -> set[str]:
     return {value.name for node in sends for value in node.outputs}
 
 
-def io_bytes(inputs: Sequence[TensorType], outputs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
+def io_bytes(inputs: Sequence[TensorType], outputs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]) -> int:
     """Bytes moved when every operand is read or written once: the usual ``bytes`` rule."""
-    del attrs
     return sum(t.bytes(sizes) for t in (*inputs, *outputs))

@@ -131,9 +131,8 @@ def _shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
     return (activation(x, x.dims),)
 
 
-def _bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
+def _bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]) -> int:
     """x in and out, positions, and one row of both tables (float32, D/2 each) a token."""
-    del attrs
     rows = ins[1].elements(sizes)
     head_dim = ins[0].dims[2]
     assert isinstance(head_dim, int)

@@ -28,8 +28,7 @@ def _split_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType,
     return (activation(x, (rows, heads, width // heads)),)
 
 
-def _merge_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
-    del attrs
+def _merge_shape(types: Sequence[TensorType], _attrs: Attrs) -> tuple[TensorType, ...]:
     (x,) = types
     require(len(x.dims) == 3 and x.dtype.is_float, "merge_heads", types, "a floating x of rank 3 [T,H,D]")
     rows, heads, head_dim = x.dims
@@ -38,8 +37,7 @@ def _merge_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType,
     return (activation(x, (rows, heads * head_dim)),)
 
 
-def _no_cost(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
-    del ins, outs, attrs, sizes
+def _no_cost(_ins: Sequence[TensorType], _outs: Sequence[TensorType], _attrs: Attrs, _sizes: dict[str, int]) -> int:
     return 0
 
 
@@ -49,8 +47,7 @@ def _split(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, 
     return (inputs[0].reshape(inputs[0].shape[0], heads, inputs[0].shape[1] // heads),)
 
 
-def _merge(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
-    del attrs
+def _merge(inputs: Sequence[torch.Tensor], _attrs: Attrs) -> tuple[torch.Tensor, ...]:
     return (inputs[0].flatten(1),)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flexspec import __version__
 from flexspec.errors import ArtifactError, PlanError
-from flexspec.graph import Attr, Node
+from flexspec.graph import Attr, Node, as_int
 from flexspec.ops.record import Collective, record_of
 from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.distributed.watch import Watch
@@ -161,11 +161,11 @@ class Seat:
             own = operand.reshape(shape[0], -1).contiguous()
         collective = record_of(node).collective
         if collective is Collective.SEND:
-            self._sent.send(own, _int(attrs["to"]), _int(attrs["channel"]))
+            self._sent.send(own, as_int(attrs["to"]), as_int(attrs["channel"]))
         elif collective is Collective.RECV:
-            dist.recv(own, _int(attrs["source"]), self.steps, _int(attrs["channel"]))
+            dist.recv(own, as_int(attrs["source"]), self.steps, as_int(attrs["channel"]))
         elif collective is Collective.BROADCAST:
-            dist.broadcast(own, _int(attrs["root"]), self._groups[_members(attrs)])
+            dist.broadcast(own, as_int(attrs["root"]), self._groups[_members(attrs)])
         elif collective is Collective.ALL_REDUCE:
             own = sum_in_order(self._gather(own, attrs))
         else:
@@ -191,14 +191,14 @@ class Seat:
             told = dict(zip(members, gathered, strict=True))
         ranks = attrs["ranks"]
         assert isinstance(ranks, tuple)
-        return [told[_int(rank)] for rank in ranks]
+        return [told[as_int(rank)] for rank in ranks]
 
     def _combine(self, own: torch.Tensor, attrs: Attrs) -> torch.Tensor:
         """Columns of all ranks joined. Gloo gathers equal sizes only: shorter shares travel with zeros behind them."""
         sizes = attrs["sizes"]
         assert attrs["dim"] == 1 and isinstance(sizes, tuple), "rows are never cut"
-        inner = own.shape[1] // _int(sizes[_int(attrs["part"])])
-        columns = [_int(size) * inner for size in sizes]
+        inner = own.shape[1] // as_int(sizes[as_int(attrs["part"])])
+        columns = [as_int(size) * inner for size in sizes]
         padded = torch.nn.functional.pad(own, (0, max(columns) - own.shape[1]))
         return torch.cat([x[:, :n] for x, n in zip(self._gather(padded, attrs), columns, strict=True)], 1)
 
@@ -221,9 +221,4 @@ def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _members(attrs: Attrs) -> tuple[int, ...]:
     ranks = attrs["ranks"]
     assert isinstance(ranks, tuple)
-    return tuple(sorted(_int(rank) for rank in ranks))
-
-
-def _int(value: object) -> int:
-    assert isinstance(value, int)
-    return value
+    return tuple(sorted(as_int(rank) for rank in ranks))

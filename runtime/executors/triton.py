@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from flexspec.errors import CompileError, ToolchainError, WeightError
-from flexspec.graph import Attr, Graph, Node
+from flexspec.graph import Attr, Graph, Node, as_int
 from flexspec.kernels.gpu.aot import CompiledVariant, compile_variant
 from flexspec.kernels.gpu.attention.launch import SPLIT_KEYS
 from flexspec.kernels.gpu.family import Config, Kernels, KernelStep, Run, Variant, family_of, kernel_variants
@@ -79,7 +79,7 @@ class TritonExecutor:
         types = graph.types()
         results = [name for name in graph.outputs if types[name].role is not Role.KV and name not in sent]
         self._logits, self._feature_names = results[:1], results[1:]
-        self.vocab_size = _int(types[results[0]].dims[1]) if results else 0
+        self.vocab_size = as_int(types[results[0]].dims[1]) if results else 0
         self.max_positions = input_bound(graph, POSITIONS)
         self._compiled, self._split_keys = compiled or {}, split_keys
         self._program = _instructions(graph, max_tree_tokens, alone=exchange is None)
@@ -87,7 +87,7 @@ class TritonExecutor:
         caches = graph.inputs_of(Role.KV)
         self._caches = {
             value.name: torch.zeros(
-                pages, *map(_int, value.type.dims[1:]), dtype=TORCH_DTYPES[value.type.dtype], device=self.device
+                pages, *map(as_int, value.type.dims[1:]), dtype=TORCH_DTYPES[value.type.dtype], device=self.device
             )
             for value in caches
         }
@@ -242,8 +242,3 @@ def _check_device(graph: Graph, device: str) -> None:
             "a bf16 model in Triton's interpreter", "f32 or f16 (the interpreter computes bf16 products wrongly)",
             "build the graph in f32 (flexspec compile --dtype f32)",
         )  # fmt: skip
-
-
-def _int(value: object) -> int:
-    assert isinstance(value, int), f"{value!r} is not a fixed size"
-    return value

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flexspec.errors import CompileError
-from flexspec.graph import Node
+from flexspec.graph import Node, as_int
 from flexspec.kernels.gpu.family import TRITON_DTYPES, Entry
 from flexspec.kernels.gpu.targets import Target
 from flexspec.types import PAGE_TOKENS, DType, TensorType
@@ -113,7 +113,7 @@ def variant_of(node: Node, types: Mapping[str, TensorType], max_tree_tokens: int
     """The variant that serves an attention node. Raises CompileError when none does."""
     q, k_cache = types[node.inputs[0]], types[node.inputs[3]]
     mode = "incremental" if dict(node.attrs).get("mode") == "incremental" else "tree_verify"
-    heads, kv_heads, head_dim = _fixed(q.dims[1]), _fixed(k_cache.dims[2]), _fixed(q.dims[2])
+    heads, kv_heads, head_dim = as_int(q.dims[1]), as_int(k_cache.dims[2]), as_int(q.dims[2])
     return AttentionShape(mode, heads, kv_heads, head_dim, q.dtype, max_tree_tokens).variant()
 
 
@@ -179,11 +179,6 @@ def row_tile_for(mode: str, dtype: DType, group: int, max_tokens: int) -> int:
     if mode == "incremental" or dtype is DType.F32:
         rows = min(rows, max(16, group))
     return 1 << (rows - 1).bit_length()
-
-
-def _fixed(dim: int | str) -> int:
-    assert isinstance(dim, int), f"attention with a symbolic size {dim!r}"
-    return dim
 
 
 def _is_power_of_two(n: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tiny_models import (
 
 from flexspec.compiler.frontends.open_model import check_weights, open_model
 from flexspec.errors import FlexspecError, ModelConfigError, ModelFileError, TokenizerError, WeightError
-from flexspec.models.registry import build_model, expected_weights
+from flexspec.models.registry import architectures, build_model, expected_weights
 from flexspec.ops.rope import RopeConfig
 from flexspec.types import DType
 
@@ -377,3 +378,15 @@ def test_ssm_folder(tmp_path: Path) -> None:
         write_safetensors(folder / "vocab_map.safetensors", {"keep_ids": ("I64", (4,), np.array(bad).tobytes())})
         with pytest.raises(FlexspecError, match="different ids below 300"):
             open_model(folder)
+
+
+def test_a_family_may_call_the_keys_of_config_json_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors name the key as the file has it."""
+    family, rules = architectures()["LlamaForCausalLM"]
+    table = dict(architectures()) | {"ToyForCausalLM": (family, replace(rules, keys={"intermediate_size": "ffn_dim"}))}
+    monkeypatch.setattr("flexspec.models.registry._ARCHITECTURES", table)
+    usual = open_with(tmp_path)
+    toy = {"architectures": ["ToyForCausalLM"], "intermediate_size": None}
+    assert open_with(tmp_path, ffn_dim=usual.ffn_size, **toy) == usual
+    with pytest.raises(ModelConfigError, match="has no ffn_dim"):
+        open_with(tmp_path, **toy)
