@@ -16,13 +16,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from flexspec.compiler.artifact.ssm_place import NoSsm  # noqa: E402
 from flexspec.compiler.planner.explain import describe  # noqa: E402
 from flexspec.compiler.planner.plan_choice import uniform_plans  # noqa: E402
 from flexspec.compiler.planner.search import Candidate, search  # noqa: E402
 from flexspec.compiler.prices.acceptance_profile import open_acceptance  # noqa: E402
 from flexspec.compiler.prices.machine import open_machine, shipped_machines  # noqa: E402
 from flexspec.compiler.prices.plan_models import open_profile  # noqa: E402
-from flexspec.compiler.prices.problem import Problem, SsmPlace  # noqa: E402
+from flexspec.compiler.prices.problem import Problem  # noqa: E402
 from flexspec.errors import PlanError  # noqa: E402
 from flexspec.types import DType  # noqa: E402
 
@@ -55,7 +56,7 @@ def row(problem: Problem) -> str:
     by_hand = uniform_plans(problem)
     uniform = f"{by_hand[0].value_us / best.value_us:.3f}" if by_hand else "none fits"
     try:
-        off = f"{search(problem, places=[SsmPlace('none')])[0].value_us / best.value_us:.2f}"
+        off = f"{search(problem, places=[NoSsm()])[0].value_us / best.value_us:.2f}"
     except PlanError:
         off = "none fits"
     return f"{head}| {plan_words(problem, best)} | {uniform} | {off} | {seconds:.2f} |"

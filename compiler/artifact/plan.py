@@ -11,6 +11,7 @@ from typing import Any
 
 from flexspec.checked_table import Fail, Table, show
 from flexspec.compiler.artifact import layout
+from flexspec.compiler.artifact.ssm_place import PLACES, place_named
 from flexspec.draft_plan import OPEN_BATCH, DraftLadder, DraftPlan
 from flexspec.errors import ArtifactError, RequestError
 
@@ -179,16 +180,9 @@ def _place(table: Table, stages: tuple[Stage, ...], ssm_ranks: tuple[tuple[int, 
     """``ssm_place``, if it agrees with the SSMs' ranks."""
     if not table.has("ssm_place"):
         return ""
-    held = {rank for stage in stages for rank in stage.ranks}
-    agrees = {
-        "none": not ssm_ranks,
-        "own": all(not held & set(ranks) for ranks in ssm_ranks),
-        "first": all(set(ranks) <= set(stages[0].ranks) for ranks in ssm_ranks),
-        "last": all(set(ranks) <= set(stages[-1].ranks) for ranks in ssm_ranks),
-        "all": all(held <= set(ranks) for ranks in ssm_ranks),
-    }
     name = table.text("ssm_place")
-    if not table.choice("ssm_place", agrees) or (name != "none" and not ssm_ranks):
+    table.choice("ssm_place", PLACES)
+    if not place_named(name).agrees([stage.ranks for stage in stages], ssm_ranks):
         raise table.error(
             "ssm_place", f"{name!r} with ssm_ranks {show(list(ssm_ranks))}", "a place that they agree with"
         )

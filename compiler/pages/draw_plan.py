@@ -8,7 +8,7 @@ from flexspec.compiler.pages.plan_page import timeline
 from flexspec.compiler.planner.plan_choice import Layout, drafting_bytes, plan_bytes
 from flexspec.compiler.planner.search import Candidate
 from flexspec.compiler.prices.memory import RankBytes
-from flexspec.compiler.prices.problem import PLACE_WORDS, Problem
+from flexspec.compiler.prices.problem import Problem
 
 _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f")
 _IDLE, _OTHER = "#dddddd", "#bbbbbb"
@@ -22,7 +22,7 @@ def plan_svg(problem: Problem, plan: Candidate, layout: Layout) -> str:
     title += f"{plan.tokens_per_s:.1f} tokens/s"
     parts = [_text(_LEFT, y, title, 16)]
     y += 20
-    parts.append(_text(_LEFT, y, f"SSM: {PLACE_WORDS[plan.place.name]}; {plan.entry.draft}", 12))
+    parts.append(_text(_LEFT, y, f"SSM: {plan.place.words}; {plan.entry.draft}", 12))
     devices, y = _devices(problem, plan, layout, y + 16)
     rows, y = _timeline(problem, plan, y + 30)
     body = "\n".join([*parts, *devices, *rows])

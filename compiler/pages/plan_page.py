@@ -14,7 +14,7 @@ from flexspec.compiler.planner.search import Candidate
 from flexspec.compiler.prices.acceptance_profile import AcceptanceProfile
 from flexspec.compiler.prices.memory import RankBytes, cache_tokens
 from flexspec.compiler.prices.problem import Problem
-from flexspec.compiler.prices.rounds import Prices, RoundCost, round_cost
+from flexspec.compiler.prices.rounds import RoundCost, cost_of
 
 BAR = 40
 _MARKS = (("weights", "#"), ("kv", "k"), ("ssm", "s"), ("activations", "a"), ("tree_scratch", "t"), ("buffers", "b"))
@@ -78,13 +78,8 @@ def _head(problem: Problem) -> str:
     )
 
 
-def cost_of(problem: Problem, plan: Candidate) -> RoundCost:
-    return round_cost(Prices(problem, plan.place, plan.entry, plan.micro), plan.cuts)
-
-
 def _stage_lines(problem: Problem, plan: Candidate, layout: Layout) -> list[str]:
-    cost, splits = cost_of(problem, plan), stage_splits(problem, plan)
-    drafts = {"first": 0, "last": len(plan.cuts) - 1}.get(plan.place.name, -1)
+    cost, splits = cost_of(problem, plan.place, plan, plan.cuts), stage_splits(problem, plan)
     lines, first = [], 0
     for i, (cut, devices) in enumerate(zip(plan.cuts, layout.stages, strict=True)):
         if i:
@@ -92,11 +87,12 @@ def _stage_lines(problem: Problem, plan: Candidate, layout: Layout) -> list[str]
             lines.append(f"   | hop {way:34s} {cost.hops_us[i - 1] / 1e3:8.2f} ms")
         where = f"{problem.kind(cut.kind).device.name} {spans(devices)}"
         blocks = f"blocks {first}-{first + cut.blocks - 1}"
-        time = f"{cost.stages_us[i] / 1e3:8.2f} ms{', drafting included' if i == drafts else ''}"
+        drafts = plan.place.runs_in(first=i == 0, last=i == len(plan.cuts) - 1)
+        time = f"{cost.stages[i].stage_us / 1e3:8.2f} ms{', drafting included' if drafts else ''}"
         lines.append(f"stage {i}: {blocks:14s} TP {cut.degree}  {where:22s} {time}")
         lines.append(splits[i].line())
         first += cut.blocks
-    own = f" {spans([device for ssm in layout.ssms for device in ssm])}" if plan.place.name == "own" else ""
+    own = f" {spans([device for ssm in layout.ssms for device in ssm])}" if plan.place.separate else ""
     lines.append(f"{place_words(plan)}{own}; draft plan {plan.entry.draft}")
     return lines + _rate_lines(plan, cost)
 
@@ -147,20 +143,12 @@ def spans(devices: Sequence[int]) -> str:
 
 def timeline(problem: Problem, plan: Candidate) -> list[tuple[str, float]]:
     """What happens one after the other in a round of a micro-batch, with its microseconds."""
-    cost = cost_of(problem, plan)
-    prices = Prices(problem, plan.place, plan.entry, plan.micro)
-    with_stage = 0.0
-    if plan.place.name in ("first", "last"):
-        at = plan.cuts[0 if plan.place.name == "first" else -1]
-        with_stage = prices.draft_us(problem.kind(at.kind), plan.micro, together=True)
-    rows = [("draft", cost.draft_us + with_stage)]
-    for i, stage_us in enumerate(cost.stages_us):
-        drafts = with_stage if i == (0 if plan.place.name == "first" else len(cost.stages_us) - 1) else 0.0
-        returned = cost.return_us if i == len(cost.stages_us) - 1 else 0.0
+    cost = cost_of(problem, plan.place, plan, plan.cuts)
+    rows = [("draft", cost.drafting_us)]
+    for i, stage in enumerate(cost.stages):
         rows += [(f"hop to stage {i}", cost.hops_us[i - 1])] if i else []
-        rows.append((f"verify, stage {i}", stage_us - drafts - returned))
-    moved = cost.latency_us - sum(us for _, us in rows) - cost.host_us
-    rows.append(("ids out and back", max(0.0, moved)))
+        rows.append((f"verify, stage {i}", stage.verify_us))
+    rows.append(("ids out and back", cost.messages_us))
     rows.append(("accept, commit (host)", cost.host_us))
     return [(name, us) for name, us in rows if us > 0.0005]
 

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flexspec.compiler.artifact.plan import Stage
+from flexspec.compiler.artifact.ssm_place import SsmPlace
 from flexspec.compiler.prices.acceptance_profile import DraftEntry
-from flexspec.compiler.prices.cost import call_us
+from flexspec.compiler.prices.cost import call_times
 from flexspec.compiler.prices.machine import NodeKind
-from flexspec.compiler.prices.problem import Problem, SsmPlace
+from flexspec.compiler.prices.problem import Problem
 from flexspec.compiler.prices.profile import UNITS, Call, ModelProfile, Sizes
-from flexspec.compiler.prices.rounds import Cut, Prices, ssm_sizes
+from flexspec.compiler.prices.rounds import Cut, Prices, round_cost, ssm_sizes
 
 Line = tuple[str, str]  # (part of the round, what of it)
 Lines = Mapping[Line, float]  # microseconds
@@ -110,13 +111,14 @@ def _order(part: str) -> tuple[int, int, int]:
 def predicted_lines(problem: Problem, trial: Trial) -> dict[Line, float]:
     """What the cost model says of each line of a round of one micro-batch."""
     prices = Prices(problem, trial.place, trial.entry, trial.batch)
+    cost = round_cost(prices, trial.cuts)
     lines: dict[Line, float] = {}
 
     def add(part: str, what: str, us: float) -> None:
         if us:
             lines[part, what] = lines.get((part, what), 0.0) + us
 
-    if trial.place.name != "none":
+    if trial.place.drafts:
         for what, us in _draft_lines(problem, trial).items():
             add(DRAFT, what, us)
         add(DRAFT, BETWEEN, len(problem.ssms) * prices.between_us(trial.batch))
@@ -127,14 +129,13 @@ def predicted_lines(problem: Problem, trial: Trial) -> dict[Line, float]:
             calls = problem.llm.ranks[cut.degree].calls[unit]
             for what, us in _classes(problem.kind(cut.kind), problem.llm, calls, prices.sizes, cut.degree).items():
                 add(part, what, count * us)
-        beside = prices.beside(cut.kind, cut.degree, first=number == 0, last=number == final)
+        beside = cost.stages[number].beside
         add(part, HAND_OVER, beside.hand_over_us)
-        add(part, WAIT, beside.told_us)
-        add(MESSAGES, ALL, beside.telling_us + beside.returned_us)
+        add(part, WAIT, beside.broadcast_us)
+        add(MESSAGES, ALL, beside.broadcast_host_us + beside.returned_us)
         add(HOST, ALL, beside.host_us)
         if number < final:
-            after = trial.cuts[number + 1]
-            add(hop_part(number), ALL, prices.hop_us(after.kind, cut.degree, after.degree, new_node=after.new_node))
+            add(hop_part(number), ALL, cost.hops_us[number])
     return lines
 
 
@@ -152,11 +153,10 @@ def _draft_lines(problem: Problem, trial: Trial) -> dict[str, float]:
 
 def _classes(kind: NodeKind, model: ModelProfile, calls: Sequence[Call], sizes: Sizes, degree: int) -> dict[str, float]:
     """Microseconds of a unit's operators by their names."""
-    found: dict[str, float] = {}
-    for call in calls:
-        us = call_us(kind.device, kind.link, model.dtype, call, sizes, degree)
-        found[call.record.name] = found.get(call.record.name, 0.0) + us
-    return found
+    times: dict[str, float] = {}
+    for call, us in call_times(kind.device, kind.link, model.dtype, calls, sizes, degree):
+        times[call.record.name] = times.get(call.record.name, 0.0) + us
+    return times
 
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float:

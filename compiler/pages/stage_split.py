@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from flexspec.compiler.planner.search import Candidate
-from flexspec.compiler.prices.cost import call_us
+from flexspec.compiler.prices.cost import call_times
 from flexspec.compiler.prices.machine import NodeKind
 from flexspec.compiler.prices.problem import Problem
 from flexspec.compiler.prices.profile import UNITS, Call
-from flexspec.compiler.prices.rounds import Cut, Prices
+from flexspec.compiler.prices.rounds import Beside, Cut, Prices, round_cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +55,30 @@ class StageSplit:
 def stage_splits(problem: Problem, plan: Candidate) -> list[StageSplit]:
     """One for each stage of a plan."""
     prices = Prices(problem, plan.place, plan.entry, plan.micro)
-    final = len(plan.cuts) - 1
-    return [_split(prices, cut, first=i == 0, last=i == final) for i, cut in enumerate(plan.cuts)]
+    cost, final = round_cost(prices, plan.cuts), len(plan.cuts) - 1
+    return [
+        _split(prices, cut, stage.beside, first=i == 0, last=i == final)
+        for i, (cut, stage) in enumerate(zip(plan.cuts, cost.stages, strict=True))
+    ]
 
 
-def _split(prices: Prices, cut: Cut, *, first: bool, last: bool) -> StageSplit:
+def _split(prices: Prices, cut: Cut, beside: Beside, *, first: bool, last: bool) -> StageSplit:
     kind, model = prices.problem.kind(cut.kind), prices.problem.llm
     operators = collectives = launch = 0.0
     for unit, count in zip(UNITS, (int(first), cut.blocks, int(last)), strict=True):
         parts = _unit(prices, kind, model.ranks[cut.degree].calls[unit], cut.degree)
         operators, collectives, launch = (
-            total + count * each for total, each in zip((operators, collectives, launch), parts, strict=True)
+            total + count * part_us for total, part_us in zip((operators, collectives, launch), parts, strict=True)
         )
-    beside = prices.beside(cut.kind, cut.degree, first=first, last=last)
-    launch += beside.hand_over_us + beside.told_us + beside.telling_us
+    launch += beside.hand_over_us + beside.broadcast_us + beside.broadcast_host_us
     return StageSplit(prices.rows, operators, collectives, launch, beside.draft_us, beside.returned_us)
 
 
 def _unit(prices: Prices, kind: NodeKind, calls: Sequence[Call], degree: int) -> tuple[float, float, float]:
     """(operators, collectives, launches) of a unit, microseconds."""
     operators = collectives = launch = 0.0
-    for call in calls:
-        us = call_us(kind.device, kind.link, prices.problem.llm.dtype, call, prices.sizes, degree)
+    dtype = prices.problem.llm.dtype
+    for call, us in call_times(kind.device, kind.link, dtype, calls, prices.sizes, degree):
         if call.record.exchange:
             collectives += us
         elif us:  # views take no time, and are not launched

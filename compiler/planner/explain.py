@@ -7,10 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flexspec.compiler.planner.plan_choice import Rung, ladder, uniform_plans
+from flexspec.compiler.planner.plan_choice import ladder, uniform_plans
 from flexspec.compiler.planner.search import Candidate, pareto_front, search
 from flexspec.compiler.prices.memory import rank_bytes
-from flexspec.compiler.prices.problem import PLACE_WORDS, Problem
+from flexspec.compiler.prices.problem import Problem
+from flexspec.compiler.prices.rounds import PricedChoice
 from flexspec.errors import PlanError
 
 RUNNERS = 5
@@ -24,7 +25,7 @@ class Explanation:
     runners: tuple[Candidate, ...]
     why_not: tuple[tuple[int, str], ...]
     by_hand: Candidate | None  # the best plan of equal stages and one degree
-    rungs: tuple[Rung, ...]
+    rungs: tuple[PricedChoice, ...]
     notes: tuple[str, ...]
 
 
@@ -112,11 +113,8 @@ def _blocks(counts: Sequence[int]) -> str:
 
 
 def place_words(plan: Candidate) -> str:
-    """Where the SSMs of a plan live. With one stage, "last" is "first"."""
-    if plan.place.name == "none":
-        return PLACE_WORDS["none"]
-    name = "first" if len(plan.cuts) == 1 and plan.place.name == "last" else plan.place.name
-    return f"SSM {PLACE_WORDS[name]}"
+    """Where the SSMs of a plan live."""
+    return plan.place.with_stages(len(plan.cuts)).label
 
 
 def _notes(problem: Problem, best: Candidate, by_hand: list[Candidate], measured_with: str) -> list[str]:
@@ -124,14 +122,14 @@ def _notes(problem: Problem, best: Candidate, by_hand: list[Candidate], measured
     if measured_with and not problem.llm.name.lower().startswith(measured_with.lower()):
         notes.append(f"tokens a round were measured with {measured_with}, not with {problem.llm.name}: they may differ")
     idle = problem.machine.devices - sum(cut.degree for cut in best.cuts)
-    idle -= len(problem.ssms) if best.place.name == "own" else 0
+    idle -= len(problem.ssms) if best.place.separate else 0
     if idle > 0:
         text = f"fewer devices are faster: {idle} of {problem.machine.devices} hold no stage"
         full = [c for c in by_hand if sum(cut.degree for cut in c.cuts) == problem.machine.devices]
         if full:
             text += f"; equal stages on all of them take {full[0].value_us / best.value_us:.2f} times the time"
         notes.append(text)
-    if best.place.name == "none" and problem.drafting:
+    if not best.place.drafts and problem.drafting:
         notes.append("speculation does not pay here: no SSM place with any measured tree is faster than off")
     if problem.llm.note:
         notes.append(f"{problem.llm.name}: {problem.llm.note}")

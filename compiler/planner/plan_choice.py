@@ -7,31 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexspec.compiler.artifact.plan import Plan, Stage
+from flexspec.compiler.artifact.ssm_place import SsmPlace
 from flexspec.compiler.planner.prove import Certificate
 from flexspec.compiler.planner.search import Candidate
-from flexspec.compiler.prices.acceptance_profile import OFF, DraftEntry
-from flexspec.compiler.prices.memory import RankBytes, ssm_bytes
-from flexspec.compiler.prices.problem import Pool, Problem, SsmPlace
-from flexspec.compiler.prices.rounds import Cut, Prices, micro_batch_counts, round_cost, value_us
+from flexspec.compiler.prices.acceptance_profile import DraftEntry
+from flexspec.compiler.prices.memory import RankBytes
+from flexspec.compiler.prices.problem import Choice, Pool, Problem, choices
+from flexspec.compiler.prices.rounds import Cut, PricedChoice, cost_of, value_us
 from flexspec.draft_plan import DraftLadder, DraftPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Rung:
-    """The best way to run a batch on the stages of a plan."""
-
-    batch: int
-    entry: DraftEntry
-    micro_batches: int
-    period_us: float
-
-    @property
-    def per_token_us(self) -> float:
-        return self.period_us / self.entry.committed_tokens
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.batch * self.entry.committed_tokens / self.period_us * 1e6
 
 
 def ladder(
@@ -41,19 +24,23 @@ def ladder(
     *,
     draft: DraftPlan | None = None,
     micro_batches: int | None = None,
-) -> list[Rung]:
-    """For every batch size the draft plan, perhaps off, and micro-batches of least time per token, if not given."""
-    offered = (OFF, *(problem.drafting if place.name != "none" else ()))
-    entries = [entry for entry in offered if draft in (None, entry.draft)]
+) -> list[PricedChoice]:
+    """For each batch size the draft plan (possibly "off") and micro-batch count with the least time per token.
+
+    ``draft`` and ``micro_batches`` fix the one or the other.
+    """
+    entries = [entry for entry in problem.offered_at(place) if draft in (None, entry.draft)]
     rungs = []
     for batch in problem.batches:
-        tried = []
-        for entry in entries:
-            for count in (min(micro_batches, batch),) if micro_batches else micro_batch_counts(batch):
-                cost = round_cost(Prices(problem, place, entry, -(-batch // count)), cuts)
-                tried.append(Rung(batch, entry, count, cost.period_us(count)))
-        rungs.append(min(tried, key=lambda rung: rung.per_token_us))
+        count = min(micro_batches, batch) if micro_batches else None
+        priced = [_priced(problem, place, choice, cuts) for choice in choices(entries, (batch,), count)]
+        rungs.append(min(priced, key=lambda choice: choice.per_token_us))
     return rungs
+
+
+def _priced(problem: Problem, place: SsmPlace, choice: Choice, cuts: Sequence[Cut]) -> PricedChoice:
+    period_us = cost_of(problem, place, choice, cuts).period_us(choice.micro_batches)
+    return PricedChoice(choice.entry, choice.batch, choice.micro_batches, period_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +52,7 @@ class Layout:
 
 
 def place_devices(problem: Problem, place: SsmPlace, cuts: Sequence[Cut]) -> Layout:
-    """Give every stage devices of the machine, node by node; "own" SSMs have the last devices of their kind."""
+    """Give every stage devices of the machine, node by node; separate devices of SSMs are the last of their kind."""
     free = _free_nodes(problem, place)
     stages: list[tuple[int, ...]] = []
     node: list[int] = []
@@ -96,21 +83,19 @@ def _free_nodes(problem: Problem, place: SsmPlace) -> dict[int, list[list[int]]]
     for number, kind in enumerate(problem.machine.kinds):
         nodes = [list(range(first + i * kind.devices, first + (i + 1) * kind.devices)) for i in range(kind.count)]
         first += kind.devices * kind.count
-        if place.name == "own" and number == place.kind:
-            nodes[-1] = nodes[-1][: kind.devices - len(problem.ssms)]
+        nodes[-1] = nodes[-1][: kind.devices - place.reserved(number, len(problem.ssms))]
         free[number] = nodes
     return free
 
 
 def ssm_devices(problem: Problem, place: SsmPlace, stages: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Devices of each SSM when stages have theirs."""
-    count = len(problem.ssms) if place.name != "none" else 0
-    if place.name == "own":
-        end = sum(kind.devices * kind.count for kind in problem.machine.kinds[: place.kind + 1])
-        return tuple((end - count + i,) for i in range(count))
-    if place.name == "all":
-        return (tuple(range(problem.machine.devices)),) * count
-    return ((stages[0 if place.name == "first" else -1][0],),) * count
+    ssms, end = len(problem.ssms), 0
+    separate: list[int] = []
+    for number, kind in enumerate(problem.machine.kinds):
+        end += kind.devices * kind.count
+        separate += range(end - place.reserved(number, ssms), end)
+    return place.assign(stages, ssms, separate=separate, every=tuple(range(problem.machine.devices)))
 
 
 def make_plan(
@@ -119,7 +104,7 @@ def make_plan(
     certificate: Certificate | None = None,
     origin: str = "search",
     layout: Layout | None = None,
-    rungs: Sequence[Rung] = (),
+    rungs: Sequence[PricedChoice] = (),
 ) -> Plan:
     """The plan of a candidate, on devices and with a ladder of our own if none are given.
 
@@ -169,18 +154,16 @@ def best_choice(
     micro_batches: int | None = None,
 ) -> Candidate | None:
     """The best way to run given stages, as far as it is not given too; None if none meets the limit."""
-    batches = (problem.requests,) if problem.objective == "latency" else problem.batches
     free_bytes = least_free_bytes(problem, place, cuts)
     best: Candidate | None = None
-    for entry in entries or problem.entries_at(place):
-        for size in (batch,) if batch else batches:
-            for count in (micro_batches,) if micro_batches else micro_batch_counts(size):
-                if count > size:
-                    continue
-                period = round_cost(Prices(problem, place, entry, -(-size // count)), cuts).period_us(count)
-                value = value_us(problem, entry, size, period)
-                if not math.isinf(value) and (best is None or value < best.value_us):
-                    best = Candidate(value, period, place, entry, size, count, cuts, free_bytes)
+    batches = (batch,) if batch else problem.tried_batches
+    for choice in choices(entries or problem.entries_at(place), batches, micro_batches):
+        period = cost_of(problem, place, choice, cuts).period_us(choice.micro_batches)
+        value = value_us(problem, choice.entry, choice.batch, period)
+        if not math.isinf(value) and (best is None or value < best.value_us):
+            best = Candidate(
+                choice.entry, choice.batch, choice.micro_batches, period, value, place, cuts, free_bytes
+            )  # fmt: skip
     return best
 
 
@@ -234,12 +217,11 @@ def least_free_bytes(problem: Problem, place: SsmPlace, cuts: Sequence[Cut]) -> 
 
 def drafting_bytes(problem: Problem, place: SsmPlace, layout: Layout) -> dict[int, RankBytes]:
     """What SSMs take on each device that drafts, whether a stage is there too or not."""
-    found: dict[int, RankBytes] = {}
-    for ssm, devices in zip(problem.ssms, layout.ssms, strict=False):
+    drafting: dict[int, RankBytes] = {}
+    for bytes_here, devices in zip(problem.ssm_bytes_at(place), layout.ssms, strict=False):
         for device in devices:
             kind = problem.kind(problem.machine.node_kind(problem.machine.device_node(device))).device
-            held = problem.ssm_share_of(ssm) if place.name == "all" else ssm_bytes(ssm, problem.workload)
-            before = found[device].ssm if device in found else 0
+            before = drafting[device].ssm if device in drafting else 0
             reserve, limit = int(kind.reserve_bytes.effective), int(kind.memory_bytes.effective)
-            found[device] = RankBytes(0, 0, 0, 0, 0, before + held, reserve, limit)
-    return found
+            drafting[device] = RankBytes(0, 0, 0, 0, 0, before + bytes_here, reserve, limit)
+    return drafting

@@ -18,23 +18,30 @@ from flexspec.compiler.artifact.plan import (
     Stage,
     plan_from_json,
 )
+from flexspec.compiler.artifact.ssm_place import (
+    PLACES,
+    FirstStage,
+    NoSsm,
+    SsmPlace,
+    place_named,
+    place_of_ranks,
+)
 from flexspec.draft_plan import OPEN_BATCH, DraftLadder, DraftPlan
 from flexspec.errors import PlanError, RequestError
 
-PLACE_NAMES = ("none", "own", "first", "last", "all")
 FIX = "correct the plan file"
 
 
 @dataclass(frozen=True, slots=True)
 class HandPlan:
-    """What a person writes: stages as (blocks, devices). What is left out ("" or None) is for the reader to choose.
+    """What a person writes: stages as (blocks, devices). What is left out (None) is for the reader to choose.
 
-    ``ssm_devices``: a device for each SSM, with place "own".
+    ``ssm_devices``: a device for each SSM, where they have devices of their own.
     """
 
     source: str
     stages: tuple[tuple[int, tuple[int, ...]], ...]
-    place: str = ""
+    place: SsmPlace | None = None
     ssm_devices: tuple[int, ...] = ()
     draft: DraftPlan | None = None
     batch: int | None = None
@@ -81,11 +88,12 @@ def _read_hand(table: Table, source: str) -> HandPlan:
         stages.append((blocks, devices))
     own = table.counts("ssm_devices", MAX_RANKS) if table.has("ssm_devices") else ()
     _take(table, "ssm_devices", own, taken)
-    place = table.text("ssm") if table.has("ssm") else ""
-    if place and place not in PLACE_NAMES:
-        raise table.error("ssm", f"{place!r}", f"one of {', '.join(PLACE_NAMES)}")
-    if (place == "own") != bool(own):
-        raise table.error("ssm_devices", f"{list(own)} with ssm = {place!r}", 'a device for each SSM with ssm = "own"')
+    name = table.text("ssm") if table.has("ssm") else ""
+    if name and name not in PLACES:
+        raise table.error("ssm", f"{name!r}", f"one of {', '.join(PLACES)}")
+    place = place_named(name) if name else None
+    if (place is not None and place.separate) != bool(own):
+        raise table.error("ssm_devices", f"{list(own)} with ssm = {name!r}", 'a device for each SSM with ssm = "own"')
     plan = HandPlan(
         source,
         tuple(stages),
@@ -123,19 +131,20 @@ def _plan_of(hand: HandPlan, ssms: int, draft: DraftPlan) -> Plan:
         first = stages[-1].end_block if stages else 0
         stages.append(Stage(first, first + blocks, tuple(range(len(devices), len(devices) + len(held)))))
         devices += held
-    place = hand.place or ("first" if ssms else "none")
-    here = {
-        "none": (),
-        "own": tuple((len(devices) + i,) for i in range(len(hand.ssm_devices))),
-        "first": ((0,),) * ssms,
-        "last": (stages[-1].ranks[:1],) * ssms,
-        "all": (tuple(range(len(devices))),) * ssms,
-    }
-    micro_batches = (hand.micro_batches,) if hand.micro_batches else ()
+    place = hand.place or (FirstStage() if ssms else NoSsm())
+    separate = range(len(devices), len(devices) + len(hand.ssm_devices))
+    ssm_ranks = place.assign(
+        [stage.ranks for stage in stages], ssms, separate=separate, every=tuple(range(len(devices)))
+    )
     return Plan(
-        tuple(stages), here[place], DraftLadder.of(hand.draft or draft), "hand", (*devices, *hand.ssm_devices),
-        micro_batches, place if here[place] else "",
-    )  # fmt: skip
+        tuple(stages),
+        ssm_ranks,
+        DraftLadder.of(hand.draft or draft),
+        "hand",
+        (*devices, *hand.ssm_devices),
+        (hand.micro_batches,) if hand.micro_batches else (),
+        place.name if ssm_ranks else "",
+    )
 
 
 def _hand_plan_of(source: str, plan: Plan, requests: int) -> HandPlan:
@@ -149,23 +158,18 @@ def _hand_plan_of(source: str, plan: Plan, requests: int) -> HandPlan:
         source,
         tuple((stage.end_block - stage.first_block, devices(stage.ranks)) for stage in plan.stages),
         place,
-        tuple(devices(ranks)[0] for ranks in plan.ssm_ranks) if place == "own" else (),
+        tuple(devices(ranks)[0] for ranks in plan.ssm_ranks) if place.separate else (),
         plan.ladder.for_batch(requests),
         None,
         min(plan.micro_batches_for(requests), requests),
     )
 
 
-def _place_of(plan: Plan) -> str:
+def _place_of(plan: Plan) -> SsmPlace:
     """Where the SSMs of a plan live, by their ranks if it does not say."""
-    if plan.ssm_place or not plan.ssm_ranks:
-        return plan.ssm_place or "none"
-    ranks = set(plan.ssm_ranks[0])
-    if ranks <= set(plan.stages[0].ranks):
-        return "first"
-    if ranks <= set(plan.stages[-1].ranks):
-        return "last"
-    return "all" if len(ranks) > 1 else "own"
+    if plan.ssm_place:
+        return place_named(plan.ssm_place)
+    return place_of_ranks([stage.ranks for stage in plan.stages], plan.ssm_ranks)
 
 
 def check_runnable(plan: Plan, blocks: int, ssms: int) -> None:

@@ -17,9 +17,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from flexspec.compiler.prices.acceptance_profile import DraftEntry
-from flexspec.compiler.prices.problem import TIE, Problem, SsmPlace
-from flexspec.compiler.prices.rounds import Prices, micro_batch_counts
+from flexspec.compiler.artifact.ssm_place import SsmPlace
+from flexspec.compiler.prices.problem import TIE, Problem, choices
+from flexspec.compiler.prices.rounds import Prices
 
 ENUMERATED = 200_000
 EXPANSIONS = 3_000
@@ -98,20 +98,14 @@ class _Space:
         self.problem, self.place = problem, place
         self.blocks = problem.llm.blocks
         self.pools = problem.pools(place)
-        batches = (problem.requests,) if problem.objective == "latency" else problem.batches
-        self.choices: list[tuple[DraftEntry, int, int]] = [
-            (entry, batch, count)
-            for entry in problem.entries_at(place)
-            for batch in batches
-            for count in micro_batch_counts(batch)
-        ]
-        keys = list(dict.fromkeys((entry, -(-batch // count)) for entry, batch, count in self.choices))
+        self.choices = choices(problem.entries_at(place), problem.tried_batches)
+        keys = list(dict.fromkeys((choice.entry, choice.micro) for choice in self.choices))
         self.prices = [Prices(problem, place, *key) for key in keys]
-        self.index = np.array([keys.index((e, -(-b // m))) for e, b, m in self.choices])
-        self.counts = np.array([m for _, _, m in self.choices], np.float64)
-        self.tokens = np.array([entry.committed_tokens for entry, _, _ in self.choices])
-        self.batch = np.array([batch for _, batch, _ in self.choices], np.float64)
-        self.each = np.array([price.each_us for price in self.prices])
+        self.index = np.array([keys.index((choice.entry, choice.micro)) for choice in self.choices])
+        self.counts = np.array([choice.micro_batches for choice in self.choices], np.float64)
+        self.tokens = np.array([choice.entry.committed_tokens for choice in self.choices])
+        self.batch = np.array([choice.batch for choice in self.choices], np.float64)
+        self.every_stage = np.array([price.every_stage_us for price in self.prices])
         self.fixed = np.array([price.fixed_us for price in self.prices])
         self.floor = np.array([price.fixed_bottleneck_us for price in self.prices])
         self.table: dict[tuple[int, int, bool, bool], tuple[Vector, Vector, int]] = {}
@@ -198,7 +192,7 @@ class _Space:
             hop = np.zeros_like(block) if first else self.hop(kind, plan.degree, degree, new)
             nodes = _add(plan.nodes, k) if new else plan.nodes
             latency = plan.latency + time + hop
-            bottleneck = np.maximum(np.maximum(plan.bottleneck, hop), time + self.each)
+            bottleneck = np.maximum(np.maximum(plan.bottleneck, hop), time + self.every_stage)
             free = np.minimum(plan.free_bytes, self.free(kind, degree, blocks, first, last))
             begun = replace(plan, nodes=nodes, pool=k, used=taken + degree, degree=degree)
             yield _Grown(begun, plan.blocks + blocks, latency, bottleneck, free)
@@ -239,7 +233,7 @@ class _Space:
         left = (self.blocks - grown.blocks)[:, None]
         devices = self.pools[begun.pool].devices - begun.used if begun.pool >= 0 else 0
         devices += sum(pool.devices * (pool.count - n) for pool, n in zip(self.pools, begun.nodes, strict=True))
-        busy = np.maximum(bottleneck, left * work / max(1, devices) + self.each) if devices else np.inf
+        busy = np.maximum(bottleneck, left * work / max(1, devices) + self.every_stage) if devices else np.inf
         busy = np.maximum(bottleneck, busy)
         rest: Vector = self.values(grown.latency + left * block + ends, busy).min(axis=1)
         return rest

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flexspec.compiler.artifact.plan import Plan
+from flexspec.compiler.artifact.ssm_place import FirstStage, NoSsm, SeparateDevices, SsmPlace
 from flexspec.compiler.planner.plan_choice import (
     Layout,
     best_choice,
@@ -17,8 +18,7 @@ from flexspec.compiler.planner.plan_choice import (
 )
 from flexspec.compiler.planner.plan_file import FIX, HandPlan, read_plan, wrong
 from flexspec.compiler.planner.search import Candidate
-from flexspec.compiler.prices.acceptance_profile import OFF
-from flexspec.compiler.prices.problem import Problem, SsmPlace
+from flexspec.compiler.prices.problem import Problem
 from flexspec.compiler.prices.rounds import Cut
 from flexspec.errors import PlanError
 
@@ -35,7 +35,7 @@ def score_plan(problem: Problem, plan: HandPlan) -> Candidate:
             raise held.refuse(
                 f"{plan.source}: a rank of stage {i} ({cut.blocks} blocks, degree {cut.degree}, {device})"
             )
-    offered = (OFF, *problem.drafting) if place.name != "none" else (OFF,)
+    offered = problem.offered_at(place)
     entries = [entry for entry in offered if plan.draft in (None, entry.draft)]
     if not entries:
         known = ", ".join(str(entry.draft) for entry in offered)
@@ -68,7 +68,7 @@ def priced_plan(problem: Problem, path: Path, plan: HandPlan, found: Candidate) 
 def hand_layout(problem: Problem, plan: HandPlan, place: SsmPlace) -> Layout:
     """The devices that the plan names."""
     stages = tuple(devices for _, devices in plan.stages)
-    if place.name == "own":
+    if place.separate:
         return Layout(stages, tuple((device,) for device in plan.ssm_devices))
     return Layout(stages, ssm_devices(problem, place, stages))
 
@@ -103,11 +103,11 @@ def stage_cuts(problem: Problem, plan: HandPlan) -> tuple[Cut, ...]:
 
 
 def _place(problem: Problem, plan: HandPlan) -> SsmPlace:
-    name = plan.place or ("first" if problem.ssms else "none")
-    if name != "none" and not problem.drafting:
-        raise PlanError(f"{plan.source}: ssm = {name!r} and no SSM", "an SSM to place", f"pass --ssm, or {FIX}")
-    if name != "own":
-        return SsmPlace(name)
+    place = plan.place or (FirstStage() if problem.ssms else NoSsm())
+    if place.drafts and not problem.drafting:
+        raise PlanError(f"{plan.source}: ssm = {place.name!r} and no SSM", "an SSM to place", f"pass --ssm, or {FIX}")
+    if not place.separate:
+        return place
     if len(plan.ssm_devices) != len(problem.ssms):
         found = f"{plan.source}: ssm_devices {list(plan.ssm_devices)}"
         raise wrong(found, f"a device for each of {len(problem.ssms)} SSMs")
@@ -116,4 +116,4 @@ def _place(problem: Problem, plan: HandPlan) -> SsmPlace:
     nodes = {machine.device_node(device) for device in inside}
     if len(nodes) != 1:
         raise wrong(f"{plan.source}: ssm_devices {list(plan.ssm_devices)}", "devices of one node of the machine")
-    return SsmPlace("own", machine.node_kind(nodes.pop()))
+    return SeparateDevices(machine.node_kind(nodes.pop()))

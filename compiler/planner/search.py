@@ -16,51 +16,39 @@ from functools import cached_property
 
 import numpy as np
 
+from flexspec.compiler.artifact.ssm_place import (
+    EveryDevice,
+    FirstStage,
+    LastStage,
+    NoSsm,
+    SeparateDevices,
+    SsmPlace,
+)
 from flexspec.compiler.planner.stage_program import INF, StageProgram, Vector
 from flexspec.compiler.prices.acceptance_profile import DraftEntry
 from flexspec.compiler.prices.memory import cache_tokens, rank_bytes
-from flexspec.compiler.prices.problem import TIE, Problem, SsmPlace
-from flexspec.compiler.prices.rounds import Cut, Prices, micro_batch_counts, round_cost, value_us
+from flexspec.compiler.prices.problem import TIE, Choice, Problem, choices
+from flexspec.compiler.prices.rounds import Cut, PricedChoice, Prices, round_cost, value_us
 from flexspec.errors import PlanError
 
 MAX_STATES = 20_000
 WORTH_TELLING = 2.0  # a place whose best plan takes this many times the time is left out
-_ORDER = ("first", "last", "all", "own", "none")  # the likeliest first: what they find cuts the others short
+# The likeliest first: what they find cuts the others short.
+_ORDER = (FirstStage, LastStage, EveryDevice, SeparateDevices, NoSsm)
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A plan: everything that shapes its round, with the value that was minimised (see rounds.value_us).
-
-    ``free_bytes``: what its fullest device has left.
-    """
+class Candidate(PricedChoice):
+    """A plan: everything that shapes its round, with the value that was minimised (see rounds.value_us)."""
 
     value_us: float
-    period_us: float
     place: SsmPlace
-    entry: DraftEntry
-    batch: int
-    micro_batches: int
     cuts: tuple[Cut, ...]
-    free_bytes: float
-
-    @property
-    def micro(self) -> int:
-        """Requests of a micro-batch."""
-        return -(-self.batch // self.micro_batches)
-
-    @property
-    def per_token_us(self) -> float:
-        return self.period_us / self.entry.committed_tokens
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.batch * self.entry.committed_tokens / self.period_us * 1e6
+    free_bytes: float  # what its fullest device has left
 
     def structure(self) -> tuple[str, tuple[Cut, ...]]:
-        """What makes two plans different ones. The only stage is the first and the last."""
-        only = len(self.cuts) == 1 and self.place.name == "last"
-        return "first" if only else self.place.name, self.cuts
+        """What makes two plans different ones."""
+        return self.place.with_stages(len(self.cuts)).name, self.cuts
 
 
 def search(problem: Problem, *, degrees: Sequence[int] = (), places: Sequence[SsmPlace] = ()) -> list[Candidate]:
@@ -70,8 +58,8 @@ def search(problem: Problem, *, degrees: Sequence[int] = (), places: Sequence[Ss
     """
     best: dict[SsmPlace, Candidate] = {}
     cutoff = INF
-    for place in sorted(places or problem.places(), key=lambda each: _ORDER.index(each.name)):
-        limit = INF if place.name == "none" else cutoff
+    for place in sorted(places or problem.places(), key=lambda place: _ORDER.index(type(place))):
+        limit = cutoff if place.drafts else INF
         found = _Place(problem, place, tuple(degrees) or problem.legal_degrees).best(limit)
         if found:
             best[place] = found
@@ -152,54 +140,50 @@ class _Place:
         room, per_block = self.problem.free_bytes(kind, degree, self.place, first=first, last=last)
         return room - np.arange(self.problem.llm.blocks + 1, dtype=np.float64) * per_block
 
-    def combinations(self) -> list[tuple[DraftEntry, int, int]]:
-        """(draft plan, batch, micro-batches); latency is for the full batch, the others may serve fewer at once."""
-        batches = (self.problem.requests,) if self.problem.objective == "latency" else self.problem.batches
-        entries = self.problem.entries_at(self.place)
-        return [(e, batch, m) for e in entries for batch in batches for m in micro_batch_counts(batch)]
-
     def best(self, cutoff: float) -> Candidate | None:
-        """The best plan below ``cutoff``. Combinations are tried in the order of a bound from below."""
+        """The best plan below ``cutoff``. Choices are tried in order of their lower bound."""
         solvers: dict[tuple[DraftEntry, int], _Solver] = {}
         bounds = []
-        for entry, batch, count in self.combinations():
-            key = (entry, -(-batch // count))
-            if key not in solvers:
-                solvers[key] = _Solver(self, *key)
-            bound = value_us(self.problem, entry, batch, solvers[key].least_period_us(count))
-            bounds.append((bound, entry, batch, count, solvers[key]))
+        for choice in choices(self.problem.entries_at(self.place), self.problem.tried_batches):
+            solver = self._solver(solvers, choice)
+            bound = value_us(self.problem, choice.entry, choice.batch, solver.least_period_us(choice.micro_batches))
+            bounds.append((bound, choice, solver))
         equal: list[tuple[Candidate, _Solver]] = []
-        for bound, entry, batch, count, solver in sorted(bounds, key=lambda item: item[0]):
+        for bound, choice, solver in sorted(bounds, key=lambda item: item[0]):
             if math.isinf(bound) or bound >= cutoff * TIE:
                 break
-            found = self.candidate(solver, entry, batch, count, cutoff * TIE)
-            if found:
-                equal.append((found, solver))
-                cutoff = min(cutoff, found.value_us)
-        roomy = [solver.roomiest(each) for each, solver in equal if each.value_us <= cutoff * TIE]
-        return max(roomy, key=lambda each: each.free_bytes, default=None)
+            candidate = self.candidate(solver, choice, cutoff * TIE)
+            if candidate:
+                equal.append((candidate, solver))
+                cutoff = min(cutoff, candidate.value_us)
+        roomy = [solver.roomiest(plan) for plan, solver in equal if plan.value_us <= cutoff * TIE]
+        return max(roomy, key=lambda plan: plan.free_bytes, default=None)
 
     def all_candidates(self) -> list[tuple[Candidate, _Solver]]:
-        """The best plan of every combination, whatever the objective."""
+        """The best plan of every choice, whatever the objective."""
         solvers: dict[tuple[DraftEntry, int], _Solver] = {}
-        found: list[tuple[Candidate, _Solver]] = []
-        for entry in self.problem.entries_at(self.place):
-            for batch in self.problem.batches:
-                for count in micro_batch_counts(batch):
-                    key = (entry, -(-batch // count))
-                    if key not in solvers:
-                        solvers[key] = _Solver(self, *key)
-                    each = self.candidate(solvers[key], entry, batch, count, INF)
-                    found += [(each, solvers[key])] if each else []
-        return found
+        pairs: list[tuple[Candidate, _Solver]] = []
+        for choice in choices(self.problem.entries_at(self.place), self.problem.batches):
+            solver = self._solver(solvers, choice)
+            candidate = self.candidate(solver, choice, INF)
+            pairs += [(candidate, solver)] if candidate else []
+        return pairs
 
-    def candidate(self, solver: _Solver, entry: DraftEntry, batch: int, count: int, cutoff: float) -> Candidate | None:
-        """The best plan of a combination, if there is one below ``cutoff`` (and within the limit)."""
+    def _solver(self, solvers: dict[tuple[DraftEntry, int], _Solver], choice: Choice) -> _Solver:
+        """The solver of a choice's prices, which choices with micro-batches of one size share."""
+        key = (choice.entry, choice.micro)
+        if key not in solvers:
+            solvers[key] = _Solver(self, *key)
+        return solvers[key]
+
+    def candidate(self, solver: _Solver, choice: Choice, cutoff: float) -> Candidate | None:
+        """The best plan of a choice, if there is one below ``cutoff`` (and within the limit)."""
+        entry, batch, count = choice.entry, choice.batch, choice.micro_batches
         period_us, cuts = solver.best_period(count, _period_of(self.problem, entry, batch, cutoff))
         value = value_us(self.problem, entry, batch, period_us)
         if value >= cutoff or math.isinf(value):
             return None
-        return Candidate(value, period_us, self.place, entry, batch, count, cuts, self.least_free_bytes(cuts))
+        return Candidate(entry, batch, count, period_us, value, self.place, cuts, self.least_free_bytes(cuts))
 
     def least_free_bytes(self, cuts: Sequence[Cut]) -> float:
         """Bytes free on the fullest device of a plan."""
@@ -234,7 +218,7 @@ class _Solver:
         """What the bottleneck can be, ascending, from the least that every plan has."""
         floor = self.prices.fixed_bottleneck_us
         found = [floor, *(self.hop_us(*key) for key in self._hop_keys())]
-        times = [costs[np.isfinite(costs)] + self.prices.each_us for costs in self.costs.values()]
+        times = [costs[np.isfinite(costs)] + self.prices.every_stage_us for costs in self.costs.values()]
         values = np.unique(np.concatenate([np.array(found), *times]))
         return np.asarray(values[values >= floor], np.float64)
 
@@ -262,9 +246,9 @@ class _Solver:
 
     def _program(self, beta: float, ceiling_us: float, spare_bytes: float = 0.0) -> StageProgram:
         """The program for stages that are not busier than ``beta`` and leave ``spare_bytes`` of their devices free."""
-        where, each_us, free = self.where, self.prices.each_us, self.where.free
+        where, every_stage_us, free = self.where, self.prices.every_stage_us, self.where.free
         costs = {
-            key: np.where((times + each_us <= beta) & (free[key] >= spare_bytes), times, INF)
+            key: np.where((times + every_stage_us <= beta) & (free[key] >= spare_bytes), times, INF)
             for key, times in self.costs.items()
         }
         rest_us = min((block for block, _ in self._block_us()), default=0.0)
@@ -302,13 +286,13 @@ class _Solver:
         return [(self.prices.unit_us(kind, d, "block"), d) for kind in kinds for d in self.where.degrees]
 
     def least_period_us(self, count: int) -> float:
-        """A bound from below: blocks at their fastest, and their device time shared evenly by all devices."""
+        """A lower bound: blocks at their fastest, and their device time shared evenly by all devices."""
         fit = self._block_us()
         if not fit:
             return INF
         devices = sum(pool.devices * pool.count for pool in self.where.pools)
         latency = self.prices.fixed_us + self.blocks * min(block for block, _ in fit)
-        shared = self.blocks * min(block * degree for block, degree in fit) / devices + self.prices.each_us
+        shared = self.blocks * min(block * degree for block, degree in fit) / devices + self.prices.every_stage_us
         least = max(latency, count * max(shared, self.prices.fixed_bottleneck_us))
         return least * (1 - 1e-12)  # sums in another order must not exceed what they bound
 

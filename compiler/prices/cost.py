@@ -7,9 +7,10 @@ part. Collectives follow alpha-beta, the best of one-shot, ring and tree.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from flexspec.arithmetic import ceil_div
 from flexspec.compiler.prices.machine import Device, Link, Points
 from flexspec.compiler.prices.profile import Call, Sizes
 from flexspec.ops.record import Collective
@@ -42,34 +43,28 @@ def interpolate(points: Points, ideal_us: float) -> float:
 
 
 def all_reduce_us(link: Link, count_bytes: float, degree: int) -> float:
-    """The sum of ``count_bytes`` a rank, on all of ``degree`` ranks: best of one-shot, ring and tree.
-
-    A measured table of the link overrides it.
-    """
-    if degree == 1:
-        return 0.0
+    """The sum of ``count_bytes`` a rank, on all of ``degree`` ranks: best of one-shot, ring and tree."""
     alpha, per_byte = link.alpha_us.effective, 1e6 / link.bandwidth_bytes_per_s.effective
     levels = (degree - 1).bit_length()
     one_shot = alpha + (degree - 1) * count_bytes * per_byte
     ring = 2 * (degree - 1) * (alpha + count_bytes / degree * per_byte)
     tree = 2 * levels * (alpha + count_bytes * per_byte)
-    points = link.measured.get("all_reduce")
-    ideal = min(one_shot, ring, tree)
-    return interpolate(points, ideal) if points else ideal
+    return _collective_us(link, "all_reduce", degree, min(one_shot, ring, tree))
 
 
 def all_gather_us(link: Link, count_bytes: float, degree: int) -> float:
-    """The shares of ``degree`` ranks joined to ``count_bytes`` on each: best of one-shot and ring.
-
-    A measured table of the link overrides it.
-    """
-    if degree == 1:
-        return 0.0
+    """The shares of ``degree`` ranks joined to ``count_bytes`` on each: best of one-shot and ring."""
     alpha, per_byte = link.alpha_us.effective, 1e6 / link.bandwidth_bytes_per_s.effective
     received = (degree - 1) / degree * count_bytes * per_byte
-    ideal = min(alpha + received, (degree - 1) * alpha + received)
-    points = link.measured.get("all_gather")
-    return interpolate(points, ideal) if points else ideal
+    return _collective_us(link, "all_gather", degree, min(alpha + received, (degree - 1) * alpha + received))
+
+
+def _collective_us(link: Link, name: str, degree: int, ideal_us: float) -> float:
+    """What a collective takes: nothing on one rank; a measured table of the link overrides the formula."""
+    if degree == 1:
+        return 0.0
+    points = link.measured.get(name)
+    return interpolate(points, ideal_us) if points else ideal_us
 
 
 def broadcast_us(link: Link, count_bytes: float, ranks: int) -> float:
@@ -81,10 +76,10 @@ def hop_us(between: Link, inside: Link, count_bytes: float, source: int, target:
     """Activations from a stage of ``source`` ranks to one of ``target``, as the partition pass sends them.
 
     min(source, target) copies travel, at once where every device has the link, one after the other where nodes share it
-    (``shared``); ranks of the target beyond ``source`` get theirs from a fellow.
+    (``shared``); extra ranks of the target receive from a peer.
     """
     copies = min(source, target) if shared else 1
-    return between.transfer_us(copies * count_bytes) + broadcast_us(inside, count_bytes, -(-target // source))
+    return between.transfer_us(copies * count_bytes) + broadcast_us(inside, count_bytes, ceil_div(target, source))
 
 
 def call_us(device: Device, link: Link, dtype: DType, call: Call, sizes: Sizes, degree: int) -> float:
@@ -101,6 +96,14 @@ def call_us(device: Device, link: Link, dtype: DType, call: Call, sizes: Sizes, 
     return op_us(device, dtype, call, sizes)
 
 
+def call_times(
+    device: Device, link: Link, dtype: DType, calls: Sequence[Call], sizes: Sizes, degree: int
+) -> Iterator[tuple[Call, float]]:
+    """Each operator and collective of a unit with its microseconds."""
+    for call in calls:
+        yield call, call_us(device, link, dtype, call, sizes, degree)
+
+
 def unit_us(device: Device, link: Link, dtype: DType, calls: Sequence[Call], sizes: Sizes, degree: int) -> float:
     """All operators of a unit, one after the other."""
-    return sum(call_us(device, link, dtype, call, sizes, degree) for call in calls)
+    return sum(us for _, us in call_times(device, link, dtype, calls, sizes, degree))

@@ -7,6 +7,7 @@ by kv_slots.py, activations by profile.peak_bytes and scratch by the same sum; a
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
+from functools import lru_cache
 
 from flexspec.compiler.prices.machine import Device
 from flexspec.compiler.prices.profile import ModelProfile, Sizes, peak_bytes, step_sizes
@@ -134,6 +135,7 @@ def cache_tokens(work: Workload) -> int:
     return work.requests * pages * PAGE_TOKENS
 
 
+@lru_cache(maxsize=1 << 10)
 def ssm_bytes(ssm: ModelProfile, work: Workload) -> int:
     """Weights, cache and activations of an SSM on one device."""
     rank = ssm.ranks[1]

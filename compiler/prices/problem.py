@@ -1,11 +1,14 @@
-"""What a plan is searched for: models, machine, load, objective; and the places where SSMs can live."""
+"""What a plan is searched for: models, machine, load, objective; and the choices that are open."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from flexspec.arithmetic import ceil_div
+from flexspec.compiler.artifact.ssm_place import EveryDevice, FirstStage, LastStage, NoSsm, SeparateDevices, SsmPlace
 from flexspec.compiler.prices.acceptance_profile import OFF, DraftEntry
 from flexspec.compiler.prices.machine import Machine, NodeKind
 from flexspec.compiler.prices.memory import RankBytes, Workload, rank_bytes, ssm_bytes
@@ -13,23 +16,22 @@ from flexspec.compiler.prices.profile import ModelProfile
 from flexspec.errors import PlanError
 
 OBJECTIVES = ("latency", "throughput", "goodput")
-PLACE_WORDS = {
-    "none": "no SSM",
-    "own": "on devices of their own",
-    "first": "with stage 0",
-    "last": "on the last stage",
-    "all": "data parallel over all devices",
-}
 MAX_REQUESTS = 4096
 TIE = 1 + 1e-10  # values within this factor are equal: sums of the same times in another order differ by less
 
 
 @dataclass(frozen=True, slots=True)
-class SsmPlace:
-    """Where SSMs live. ``kind``: for "own", the kind of node (number in the machine) that gives a device to each."""
+class Choice:
+    """A way to run rounds on given stages."""
 
-    name: str
-    kind: int = -1
+    entry: DraftEntry
+    batch: int  # requests
+    micro_batches: int
+
+    @property
+    def micro(self) -> int:
+        """Requests of a micro-batch."""
+        return ceil_div(self.batch, self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,50 +86,54 @@ class Problem:
         largest = max((entry.most_rows for entry in self.drafting), default=1)
         return Workload(self.requests, self.context_tokens, largest)
 
-    @cached_property
-    def ssm_total_bytes(self) -> int:
-        return sum(ssm_bytes(ssm, self.workload) for ssm in self.ssms)
+    @property
+    def tried_batches(self) -> tuple[int, ...]:
+        """Batch sizes that may be the answer: latency is for the full batch, the others may serve fewer at once."""
+        return (self.requests,) if self.objective == "latency" else self.batches
 
-    @cached_property
-    def ssm_share_bytes(self) -> int:
-        """All SSMs on one device when every device drafts for an equal share of the requests."""
-        return sum(self.ssm_share_of(ssm) for ssm in self.ssms)
-
-    def ssm_share_of(self, ssm: ModelProfile) -> int:
-        """One SSM on one device, likewise."""
-        return ssm_bytes(ssm, replace(self.workload, requests=-(-self.requests // self.machine.devices)))
+    def ssm_bytes_at(self, place: SsmPlace) -> tuple[int, ...]:
+        """Bytes of each SSM on one device that drafts."""
+        requests = place.requests_a_device(self.requests, self.machine.devices)
+        return tuple(ssm_bytes(ssm, replace(self.workload, requests=requests)) for ssm in self.ssms)
 
     def kind(self, number: int) -> NodeKind:
         return self.machine.kinds[number]
 
     def places(self) -> list[SsmPlace]:
-        """Every place to try. "own" needs a node with a device for each SSM, and room for it there."""
-        found = [SsmPlace("none")]
+        """Every place to try. Separate devices: a node with one for each SSM, and room for it there."""
+        places: list[SsmPlace] = [NoSsm()]
         if not self.drafting:
-            return found
-        for number, kind in enumerate(self.machine.kinds):
-            fits = all(ssm_bytes(ssm, self.workload) <= device_bytes(kind) for ssm in self.ssms)
-            if kind.devices >= len(self.ssms) and self.machine.devices > len(self.ssms) and fits:
-                found.append(SsmPlace("own", number))
-        found += [SsmPlace("first"), SsmPlace("last")]
-        if self.machine.devices > 1 and all(self.ssm_share_bytes <= device_bytes(kind) for kind in self.machine.kinds):
-            found.append(SsmPlace("all"))
-        return found
+            return places
+        for place in (SeparateDevices(number) for number in range(len(self.machine.kinds))):
+            kind = self.machine.kinds[place.kind]
+            enough = kind.devices >= len(self.ssms) and self.machine.devices > len(self.ssms)
+            if enough and self.drafting_free_bytes(place) >= 0:
+                places.append(place)
+        places += [FirstStage(), LastStage()]
+        share = sum(self.ssm_bytes_at(EveryDevice()))
+        if self.machine.devices > 1 and all(share <= device_bytes(kind) for kind in self.machine.kinds):
+            places.append(EveryDevice())
+        return places
 
     def entries_at(self, place: SsmPlace) -> tuple[DraftEntry, ...]:
-        return (OFF,) if place.name == "none" else self.drafting
+        return self.drafting if place.drafts else (OFF,)
+
+    def offered_at(self, place: SsmPlace) -> tuple[DraftEntry, ...]:
+        """As entries_at, and to draft nothing."""
+        return (OFF, *self.drafting) if place.drafts else (OFF,)
 
     def pools(self, place: SsmPlace) -> tuple[Pool, ...]:
-        """Nodes left for stages: for "own", the last node of the kind lacks the SSMs' devices."""
+        """Nodes left for stages: the last node of a kind may lack devices that SSMs have to themselves."""
         pools = []
         for number, kind in enumerate(self.machine.kinds):
-            if place.name != "own" or number != place.kind:
+            reserved = place.reserved(number, len(self.ssms))
+            if not reserved:
                 pools.append(Pool(number, kind.devices, kind.count))
                 continue
             if kind.count > 1:
                 pools.append(Pool(number, kind.devices, kind.count - 1))
-            if kind.devices > len(self.ssms):
-                pools.append(Pool(number, kind.devices - len(self.ssms), 1))
+            if kind.devices > reserved:
+                pools.append(Pool(number, kind.devices - reserved, 1))
         return tuple(pools)
 
     def stage_bytes(
@@ -149,17 +155,31 @@ class Problem:
         return min(self.llm.blocks, room // per_block) if room >= 0 else -1
 
     def drafting_free_bytes(self, place: SsmPlace) -> float:
-        """Bytes free on the fullest device that does nothing but draft; inf where there is none by its own."""
-        if place.name != "own":
+        """Bytes free on the fullest device that does nothing but draft; inf where there is none."""
+        if not place.separate:
             return math.inf
-        return device_bytes(self.kind(place.kind)) - max(ssm_bytes(ssm, self.workload) for ssm in self.ssms)
+        kinds = [self.machine.kinds[number] for number in place.kinds_beside(len(self.machine.kinds))]
+        return min(map(device_bytes, kinds)) - max(self.ssm_bytes_at(place))
 
     def extra_bytes(self, place: SsmPlace, *, first: bool, last: bool) -> int:
-        """Bytes of SSMs on a rank of a stage; data parallel, each holds the caches of its share of the requests."""
-        if place.name == "all":
-            return self.ssm_share_bytes
-        here = (place.name == "first" and first) or (place.name == "last" and last)
-        return self.ssm_total_bytes if here else 0
+        """Bytes of SSMs on a rank of a stage."""
+        return sum(self.ssm_bytes_at(place)) if place.lives_in(first=first, last=last) else 0
+
+
+def micro_batch_counts(batch: int) -> list[int]:
+    """Numbers of micro-batches to try: powers of two up to the batch, 16 at most."""
+    return [count for count in (1, 2, 4, 8, 16) if count <= batch]
+
+
+def choices(entries: Sequence[DraftEntry], batches: Sequence[int], micro_batches: int | None = None) -> list[Choice]:
+    """Every way to run rounds with these draft plans and batches; ``micro_batches``: the only number to try."""
+    return [
+        Choice(entry, batch, count)
+        for entry in entries
+        for batch in batches
+        for count in (micro_batch_counts(batch) if micro_batches is None else (micro_batches,))
+        if count <= batch
+    ]
 
 
 def device_bytes(kind: NodeKind) -> int:

@@ -1,7 +1,7 @@
 """The objective: microseconds of a speculation round over the tokens it brings, for any plan.
 
-A round of a micro-batch is: SSM steps (wishes sent to other ranks and trees sent back, where SSMs live there), the
-verify pass through all stages and hops, the return of its results to rank 0, accepting there. With M micro-batches in
+A round of a micro-batch is: SSM steps (draft requests to other ranks and trees back, where SSMs live there), the verify
+pass through all stages and hops, the return of its results to rank 0, accepting there. With M micro-batches in
 flight a batch comes round every max(latency, M * bottleneck), where the bottleneck is the busiest stage (the first one
 has the host's work too), hop or SSM device. M = 1 is the plain latency.
 """
@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 
+from flexspec.compiler.artifact.ssm_place import SsmPlace
 from flexspec.compiler.prices.acceptance_profile import DraftEntry
 from flexspec.compiler.prices.cost import broadcast_us, hop_us, unit_us
 from flexspec.compiler.prices.machine import Link, NodeKind
-from flexspec.compiler.prices.problem import Problem, SsmPlace
+from flexspec.compiler.prices.problem import Choice, Problem
 from flexspec.compiler.prices.profile import ModelProfile, Sizes, step_sizes
 
 _ID_BYTES = 4
@@ -34,19 +35,14 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Microseconds of a stage in a round beside its operators and collectives; 0 for what the stage has not.
+    """Microseconds of a stage in a round beside its operators and collectives; 0 for what the stage does not have."""
 
-    ``hand_over_us``: giving the step to the program. ``told_us``: the step plan to the stage's other ranks, and
-    ``telling_us`` the host's work for that. ``host_us``: one thread of rank 0 runs the first stage's steps, and accepts
-    what comes back. ``draft_us``: SSMs that live there. ``returned_us``: messages from the last stage to rank 0.
-    """
-
-    hand_over_us: float
-    told_us: float
-    telling_us: float
-    host_us: float
-    draft_us: float
-    returned_us: float
+    hand_over_us: float  # giving the step to the program
+    broadcast_us: float  # the step plan, to the stage's other ranks
+    broadcast_host_us: float  # the host's work for that
+    host_us: float  # of rank 0, whose one thread runs the first stage's steps and accepts what comes back
+    draft_us: float  # SSMs that live with the stage
+    returned_us: float  # messages from the last stage to rank 0
 
     @property
     def total_us(self) -> float:
@@ -54,22 +50,67 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
+class StageCost:
+    """Microseconds that a stage is busy in a round of one micro-batch, and what of them is not the model's."""
+
+    busy_us: float
+    beside: Beside
+
+    @property
+    def stage_us(self) -> float:
+        """Without accepting, which is the host's: drafting and messages are part of it."""
+        return self.busy_us - self.beside.host_us
+
+    @property
+    def verify_us(self) -> float:
+        """The LLM's step, with what starts it on all ranks."""
+        return self.stage_us - self.beside.draft_us - self.beside.returned_us
+
+
+@dataclass(frozen=True, slots=True)
 class RoundCost:
-    """Microseconds of one micro-batch's round; ``stages_us`` hold drafting where SSMs live with a stage.
+    """One micro-batch's round, taken apart, in microseconds. The one place where that is done."""
 
-    ``bottleneck_us``: of the part that is busy longest; the first stage and the host's work are one.
-    """
-
-    draft_us: float  # before the first stage; 0 where it is part of a stage
-    stages_us: tuple[float, ...]
+    draft_us: float  # before the first stage; drafting that is part of a stage is there
+    asking_us: float  # messages to other ranks that draft, and back
+    stages: tuple[StageCost, ...]
     hops_us: tuple[float, ...]
-    return_us: float
-    host_us: float
-    latency_us: float
-    bottleneck_us: float
+    latency_us: float  # the sum of all of these
+    bottleneck_us: float  # of the part that is busy longest; the first stage and the host's work are one
+
+    @property
+    def drafting_us(self) -> float:
+        """All SSM steps, wherever they run."""
+        return self.draft_us + sum(stage.beside.draft_us for stage in self.stages)
+
+    @property
+    def messages_us(self) -> float:
+        """Ids, features, draft requests and trees between rank 0 and the ranks that draft or have the results."""
+        return self.asking_us + sum(stage.beside.returned_us for stage in self.stages)
+
+    @property
+    def host_us(self) -> float:
+        return sum(stage.beside.host_us for stage in self.stages)
 
     def period_us(self, micro_batches: int) -> float:
         return max(self.latency_us, micro_batches * self.bottleneck_us)
+
+
+@dataclass(frozen=True, slots=True)
+class PricedChoice(Choice):
+    """A way to run rounds, and how often one comes."""
+
+    period_us: float
+
+    @property
+    def per_token_us(self) -> float:
+        """Of a request."""
+        return self.period_us / self.entry.committed_tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all requests together."""
+        return self.batch * self.entry.committed_tokens / self.period_us * 1e6
 
 
 class Prices:
@@ -83,25 +124,21 @@ class Prices:
         self.hidden_bytes = self.rows * problem.llm.hidden_bytes
         self.step_us = machine.step_us.effective
         # A hop carries the states that an SSM reads of earlier layers too: as many as do where a cut falls anywhere.
-        taps = max((ssm.taps for ssm in problem.ssms), key=len, default=()) if place.name != "none" else ()
+        taps = max((ssm.taps for ssm in problem.ssms), key=len, default=()) if place.drafts else ()
         self.crossing = 1.0 + sum(max(0.0, 1.0 - tap / problem.llm.blocks) for tap in taps)
         self.host_us = machine.round_us.effective + requests * machine.request_us.effective
         far = machine.network or machine.kinds[0].link
         self.ids_us = far.transfer_us(self.rows * _ID_BYTES) if machine.devices > 1 else 0.0
-        name = place.name
-        self.returned_us = self._results_us(far)
-        self.returned_us += self._asking_us(far) if name == "last" else 0.0
-        self.each_us = 0.0  # what every stage does beside its blocks, in a full pipeline
-        self.own_us = 0.0  # drafting before the first stage
-        if name == "own":
-            self.own_us = self.draft_us(machine.kinds[place.kind], requests, together=False)
-        if name == "all":
-            share = -(-requests // machine.devices)
-            self.own_us = max(self.draft_us(kind, share, together=True) for kind in machine.kinds)
-            self.each_us = self.own_us
-        asking_us = self._asking_us(far) if name in ("own", "all") else 0.0
-        self.fixed_us = self.own_us + asking_us
-        self.fixed_bottleneck_us = self.own_us
+        request_us = self._draft_request_us(far)
+        self.returned_us = self._results_us(far) + (request_us if place.asked_in_return else 0.0)
+        self.asking_us = request_us if place.asked_first else 0.0
+        share = place.requests_a_device(requests, machine.devices)
+        kinds = [machine.kinds[number] for number in place.kinds_beside(len(machine.kinds))]
+        # Drafting before the first stage, and that part of it which keeps the devices of every stage busy.
+        self.before_us = max([self.draft_us(kind, share, together=not place.separate) for kind in kinds], default=0.0)
+        self.every_stage_us = self.before_us if place.in_every_stage else 0.0
+        self.fixed_us = self.before_us + self.asking_us
+        self.fixed_bottleneck_us = self.before_us
 
     def unit_us(self, kind: int, degree: int, unit: str) -> float:
         """Time of the LLM's front, block or back on a stage."""
@@ -115,8 +152,8 @@ class Prices:
 
     def between_us(self, requests: int) -> float:
         """The host's work for one SSM's steps: handing each over, and growing the requests' trees."""
-        each = self.step_us + requests * self.problem.machine.step_request_us.effective
-        return len(self.entry.ssm_rows) * each
+        step_us = self.step_us + requests * self.problem.machine.step_request_us.effective
+        return len(self.entry.ssm_rows) * step_us
 
     def stage_us(self, kind: int, degree: int, blocks: int, *, first: bool, last: bool) -> float:
         """Time that a stage is busy in a round, the ends of ``ends_us`` among it."""
@@ -131,18 +168,18 @@ class Prices:
     def beside(self, kind: int, degree: int, *, first: bool, last: bool) -> Beside:
         """What of a stage's time is not the model's."""
         node = self.problem.kind(kind)
-        drafts = (self.place.name == "first" and first) or (self.place.name == "last" and last)
+        drafts = self.place.runs_in(first=first, last=last)
         return Beside(
             hand_over_us=self.step_us,
-            told_us=broadcast_us(node.link, self.rows * _ID_BYTES, degree) if first else 0.0,
-            telling_us=self.step_us if first and not (last and degree == 1) else 0.0,  # as much as handing one over
+            broadcast_us=broadcast_us(node.link, self.rows * _ID_BYTES, degree) if first else 0.0,
+            broadcast_host_us=self.step_us if first and not (last and degree == 1) else 0.0,  # like a hand-over
             host_us=self.host_us if first else 0.0,
             draft_us=self.draft_us(node, self.requests, together=True) if drafts else 0.0,
             returned_us=self.returned_us if last and not first else 0.0,
         )
 
-    def _asking_us(self, far: Link) -> float:
-        """Drafting on another rank than 0: a message with wishes and what was committed, and one back with trees."""
+    def _draft_request_us(self, far: Link) -> float:
+        """Drafting on another rank than 0: a draft request with what was committed, and the trees as the answer."""
         if not self.entry.levels or self.problem.machine.devices == 1:
             return 0.0
         committed = self._feature_bytes(far, self.requests * self.entry.committed_tokens)
@@ -170,19 +207,27 @@ class Prices:
 def round_cost(prices: Prices, cuts: Sequence[Cut]) -> RoundCost:
     """The round of a plan whose stages are ``cuts``."""
     final = len(cuts) - 1
-    busy = [
-        prices.stage_us(cut.kind, cut.degree, cut.blocks, first=i == 0, last=i == final) for i, cut in enumerate(cuts)
-    ]
+    ends = [(cut, i == 0, i == final) for i, cut in enumerate(cuts)]
+    stages = tuple(
+        StageCost(
+            prices.stage_us(cut.kind, cut.degree, cut.blocks, first=first, last=last),
+            prices.beside(cut.kind, cut.degree, first=first, last=last),
+        )
+        for cut, first, last in ends
+    )
     hops = tuple(
         prices.hop_us(cut.kind, before.degree, cut.degree, new_node=cut.new_node)
         for before, cut in zip(cuts, cuts[1:], strict=False)
     )
+    busy = [stage.busy_us for stage in stages]
     latency = prices.fixed_us + sum(busy) + sum(hops)
-    busiest = max(busy) + prices.each_us
-    stages = (busy[0] - prices.host_us, *busy[1:])
-    bottleneck = max(prices.fixed_bottleneck_us, busiest, *hops) if hops else max(prices.fixed_bottleneck_us, busiest)
-    returned = prices.returned_us if len(cuts) > 1 else 0.0
-    return RoundCost(prices.own_us, stages, hops, returned, prices.host_us, latency, bottleneck)
+    bottleneck = max(prices.fixed_bottleneck_us, max(busy) + prices.every_stage_us, *hops)
+    return RoundCost(prices.before_us, prices.asking_us, stages, hops, latency, bottleneck)
+
+
+def cost_of(problem: Problem, place: SsmPlace, choice: Choice, cuts: Sequence[Cut]) -> RoundCost:
+    """The round of a plan as ``choice`` runs it."""
+    return round_cost(Prices(problem, place, choice.entry, choice.micro), cuts)
 
 
 def value_us(problem: Problem, entry: DraftEntry, batch: int, period_us: float) -> float:
@@ -193,11 +238,6 @@ def value_us(problem: Problem, entry: DraftEntry, batch: int, period_us: float) 
     if problem.objective == "goodput" and per_request > problem.limit_us:
         return math.inf
     return per_request / batch
-
-
-def micro_batch_counts(batch: int) -> list[int]:
-    """Numbers of micro-batches to try: powers of two up to the batch, 16 at most."""
-    return [count for count in (1, 2, 4, 8, 16) if count <= batch]
 
 
 @lru_cache(maxsize=1 << 16)
@@ -216,8 +256,8 @@ def ssm_us(ssm: ModelProfile, kind: NodeKind, entry: DraftEntry, requests: int, 
 
 def ssm_sizes(entry: DraftEntry, requests: int, context_tokens: int) -> list[Sizes]:
     """The letters of each SSM step of a round."""
-    rows = [max(requests, math.ceil(requests * each - 1e-9)) for each in entry.ssm_rows]
-    return [step_sizes(each, requests, context_tokens) for each in rows]
+    steps = [max(requests, math.ceil(requests * rows - 1e-9)) for rows in entry.ssm_rows]
+    return [step_sizes(rows, requests, context_tokens) for rows in steps]
 
 
 def model_us(model: ModelProfile, kind: NodeKind, sizes: Sizes) -> float:

@@ -108,7 +108,7 @@ def _groups(
     problem: Problem, models: Models, trials: Sequence[Trial], effort: Effort, folder: Path, progress: Progress
 ) -> list[_Group]:
     """An artifact for each layout of stages, with SSMs and without, compiled for this machine alone."""
-    layouts = list(dict.fromkeys((trial.stages, trial.place.name != "none") for trial in trials))
+    layouts = list(dict.fromkeys((trial.stages, trial.place.drafts) for trial in trials))
     groups = []
     for number, (stages, drafts) in enumerate(layouts):
         progress("compiling plans", number, len(layouts))
@@ -119,7 +119,7 @@ def _groups(
         path, _ = compile_model(
             models.llm, ssms, folder / f"{number}{layout.SUFFIX}", options, argv=["flexspec", "plan", "--compare"]
         )
-        sharing = [trial for trial in trials if (trial.stages, trial.place.name != "none") == (stages, drafts)]
+        sharing = [trial for trial in trials if (trial.stages, trial.place.drafts) == (stages, drafts)]
         times = folder / f"times{number}"
         times.mkdir()
         groups.append(_Group(stages, path, _setup(problem, sharing, effort, path, times), sharing))

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from flexspec.compiler.artifact.plan import Stage
+from flexspec.compiler.artifact.ssm_place import FirstStage, NoSsm
 from flexspec.compiler.pages.predicted_lines import Trial
 from flexspec.compiler.planner.plan_file import check_runnable, read_hand_plan, read_plan, wrong
 from flexspec.compiler.planner.score_plan import stage_cuts
 from flexspec.compiler.prices.acceptance_profile import OFF, DraftEntry
-from flexspec.compiler.prices.problem import Problem, SsmPlace
+from flexspec.compiler.prices.problem import Problem
 from flexspec.compiler.prices.rounds import Cut
 from flexspec.draft_plan import DraftPlan
 from flexspec.drafters.record import ssm_names
@@ -110,7 +111,7 @@ def _trial(problem: Problem, stages: tuple[Stage, ...], cuts: tuple[Cut, ...], d
     entry = draft_entry(problem, draft)
     shape = " + ".join(f"TP{cut.degree} x {cut.blocks}" for cut in cuts)
     return Trial(
-        f"{shape}; {draft}", stages, cuts, SsmPlace("none" if entry is OFF else "first"), entry, batch
+        f"{shape}; {draft}", stages, cuts, NoSsm() if entry is OFF else FirstStage(), entry, batch
     )  # fmt: skip
 
 

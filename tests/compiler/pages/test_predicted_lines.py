@@ -8,11 +8,12 @@ import pytest
 from planning import ENTRIES, make_device, make_link, make_machine, tiny_profile, with_layers
 
 from flexspec.compiler.artifact.plan import Stage
+from flexspec.compiler.artifact.ssm_place import place_named
 from flexspec.compiler.pages.compare_page import compare_json, compare_page
 from flexspec.compiler.pages.predicted_lines import ALL, Outcome, Trial, predicted_lines, spearman, worst_ratio
 from flexspec.compiler.prices.acceptance_profile import OFF, DraftEntry
 from flexspec.compiler.prices.machine import NodeKind
-from flexspec.compiler.prices.problem import Problem, SsmPlace
+from flexspec.compiler.prices.problem import Problem
 from flexspec.compiler.prices.rounds import Cut, Prices, round_cost
 
 LAYOUTS = {
@@ -36,7 +37,7 @@ def trial(name: str = "one", entry: DraftEntry = OFF, batch: int = 1) -> Trial:
         first, ranks = (stages[-1].end_block, stages[-1].ranks[-1] + 1) if stages else (0, 0)
         stages.append(Stage(first, first + blocks, tuple(range(ranks, ranks + degree))))
         cuts.append(Cut(0, degree, blocks, number == 2))
-    place = SsmPlace("first" if entry.levels else "none")
+    place = place_named("first" if entry.levels else "none")
     return Trial(f"{name}; {entry.draft}", tuple(stages), tuple(cuts), place, entry, batch)
 
 

@@ -16,13 +16,14 @@ from planning import ENTRIES, make_device, make_link, make_machine, tiny_profile
 
 from flexspec.checked_table import Table
 from flexspec.compiler.artifact.plan import plan_from_json
+from flexspec.compiler.artifact.ssm_place import FirstStage
 from flexspec.compiler.planner.plan_choice import make_plan
 from flexspec.compiler.planner.plan_file import check_runnable, read_hand_plan, read_plan
 from flexspec.compiler.planner.score_plan import score_plan
 from flexspec.compiler.planner.search import search
 from flexspec.compiler.prices.acceptance_profile import PROFILES, open_acceptance, read_acceptance, wrong
 from flexspec.compiler.prices.machine import MACHINES, NodeKind, read_machine
-from flexspec.compiler.prices.problem import Problem, SsmPlace
+from flexspec.compiler.prices.problem import Problem
 from flexspec.draft_plan import DraftPlan
 from flexspec.errors import FlexspecError, MachineError
 
@@ -76,7 +77,7 @@ def test_machine_files() -> None:
             continue
         if machine.devices > 8:
             continue  # sound, and large
-        best = search(replace(problem, machine=machine), places=[SsmPlace("first")])[0]
+        best = search(replace(problem, machine=machine), places=[FirstStage()])[0]
         assert 0 < best.value_us < math.inf, what
     assert refused > 800
 

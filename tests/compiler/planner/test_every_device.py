@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import pytest
 from planning import random_problem
 
+from flexspec.compiler.artifact.ssm_place import EveryDevice, NoSsm, SeparateDevices, SsmPlace, place_named
 from flexspec.compiler.planner.plan_choice import least_free_bytes
 from flexspec.compiler.planner.prove import prove
 from flexspec.compiler.planner.search import search
-from flexspec.compiler.prices.problem import Problem, SsmPlace
-from flexspec.compiler.prices.rounds import Cut, Prices, micro_batch_counts, round_cost, value_us
+from flexspec.compiler.prices.problem import Problem, micro_batch_counts
+from flexspec.compiler.prices.rounds import Cut, Prices, round_cost, value_us
 from flexspec.errors import PlanError
 
 MOST_DEVICES, MOST_BLOCKS = 4, 4
@@ -23,15 +24,15 @@ def hosts(problem: Problem) -> Iterator[tuple[SsmPlace, list[int]]]:
     """SSM places, and the devices that each node has left for stages."""
     kinds = problem.machine.node_kinds()
     room = [kind.devices for kind in kinds]
-    yield SsmPlace("none"), room
+    yield NoSsm(), room
     if not problem.ssms:
         return
     for name in ("first", "last", *(["all"] if problem.machine.devices > 1 else [])):
-        yield SsmPlace(name), room
+        yield place_named(name), room
     for node, kind in enumerate(kinds):
         left = kind.devices - len(problem.ssms)
         if left >= 0 and sum(room) > len(problem.ssms):
-            place = SsmPlace("own", next(i for i, each in enumerate(problem.machine.kinds) if each is kind))
+            place = SeparateDevices(next(i for i, each in enumerate(problem.machine.kinds) if each is kind))
             yield place, [*room[:node], left, *room[node + 1 :]]
 
 
@@ -73,10 +74,10 @@ def best_of_all(problem: Problem) -> tuple[float, int]:
 
 def drafting_fits(problem: Problem, place: SsmPlace) -> bool:
     """With "all", devices without a stage draft too."""
-    if place.name != "all":
+    if place != EveryDevice():
         return True
     return all(
-        problem.ssm_share_bytes <= kind.device.memory_bytes.effective - kind.device.reserve_bytes.effective
+        sum(problem.ssm_bytes_at(place)) <= kind.device.memory_bytes.effective - kind.device.reserve_bytes.effective
         for kind in problem.machine.kinds
     )
 

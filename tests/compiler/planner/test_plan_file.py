@@ -10,6 +10,7 @@ import pytest
 
 from flexspec.compiler.artifact.plan import Plan, Stage
 from flexspec.compiler.artifact.rank_record import RankRecord, ranks_from_json
+from flexspec.compiler.artifact.ssm_place import place_named
 from flexspec.compiler.planner.plan_file import check_runnable, read_hand_plan, read_plan
 from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.errors import ArtifactError, PlanError
@@ -76,7 +77,7 @@ def test_both_forms_are_one_plan(tmp_path: Path, place: str, ranks: tuple[int, .
     assert replace(again, source="") == replace(read_hand_plan(tmp_path / "plan.toml", 3), source="")
     unsaid = replace(plan, ssm_place="")
     (tmp_path / "plan.json").write_text(json.dumps(unsaid.to_json()))
-    assert read_hand_plan(tmp_path / "plan.json", 3).place == place
+    assert read_hand_plan(tmp_path / "plan.json", 3).place == place_named(place)
 
 
 def test_bad_json_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from planning import ENTRIES, make_device, make_link, make_machine, random_problem, tiny_profile, with_layers
 
+from flexspec.compiler.artifact.ssm_place import FirstStage, NoSsm
 from flexspec.compiler.planner.plan_choice import best_choice, ladder, least_free_bytes, make_plan, uniform_plans
 from flexspec.compiler.planner.prove import prove
 from flexspec.compiler.planner.search import Candidate, pareto_front, search
@@ -16,7 +17,7 @@ from flexspec.compiler.planner.stage_program import StageProgram
 from flexspec.compiler.prices.acceptance_profile import open_acceptance
 from flexspec.compiler.prices.machine import NodeKind, open_machine, shipped_machines
 from flexspec.compiler.prices.plan_models import open_profile
-from flexspec.compiler.prices.problem import Problem, SsmPlace
+from flexspec.compiler.prices.problem import Problem
 from flexspec.compiler.prices.rounds import Cut, Prices, round_cost
 from flexspec.errors import PlanError
 from flexspec.types import DType
@@ -78,7 +79,7 @@ def test_a_solver_forgets_what_lay_above_the_ceiling() -> None:
 def test_equal_times_leave_the_most_memory() -> None:
     """Two stages that one device cannot hold: every split takes the same time, the roomiest is taken."""
     llm = with_layers(tiny_profile("gqa"), 9)
-    none, kind = SsmPlace("none"), NodeKind(make_device(), 2, make_link(), 1)
+    none, kind = NoSsm(), NodeKind(make_device(), 2, make_link(), 1)
     roomy = Problem(make_machine(kind), llm, (), (), 1, 64, degrees=(1,))
     memory = max(roomy.stage_bytes(0, 1, 7, none, first=end, last=not end).total for end in (True, False))
     problem = replace(roomy, machine=make_machine(replace(kind, device=make_device(memory_bytes=memory))))
@@ -99,7 +100,7 @@ def check_devices(problem: Problem, best: Candidate) -> None:
     for i, cut in enumerate(best.cuts):
         assert len(nodes[i]) == 1 and kinds[min(nodes[i])] is problem.kind(cut.kind)
         assert i == 0 or (nodes[i] != nodes[i - 1]) == cut.new_node
-    if best.place.name == "own":
+    if best.place.separate:
         used = {rank for stage in plan.stages for rank in stage.ranks}
         assert not used & {rank for ranks in plan.ssm_ranks for rank in ranks}
 
@@ -208,7 +209,7 @@ def test_front_has_no_dominated_plan() -> None:
 def test_wide_batches_take_smaller_trees_and_off_may_win() -> None:
     kind = NodeKind(make_device(flops=2e9), 1, make_link(), 1)  # so little arithmetic that every row costs
     problem = Problem(make_machine(kind), tiny_profile("gqa"), (tiny_profile("ssm", ssm=True),), ENTRIES, 8, 64)
-    rungs = ladder(problem, SsmPlace("first"), search(problem, places=[SsmPlace("first")])[0].cuts)
+    rungs = ladder(problem, FirstStage(), search(problem, places=[FirstStage()])[0].cuts)
     assert [rung.batch for rung in rungs] == [1, 2, 4, 8]
     assert rungs[-1].entry.draft.method == "off"
 

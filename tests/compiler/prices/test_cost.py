@@ -10,6 +10,7 @@ import pytest
 from planning import CONFIGS, ENTRIES, constant, make_device, make_link, make_machine, tiny_profile, with_layers
 
 from flexspec.compiler.artifact.plan import Stage
+from flexspec.compiler.artifact.ssm_place import place_named
 from flexspec.compiler.partition.lower_ranks import lower_ranks
 from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.compiler.prices.acceptance_profile import OFF
@@ -26,7 +27,7 @@ from flexspec.compiler.prices.cost import (
 from flexspec.compiler.prices.machine import NodeKind, Peaks
 from flexspec.compiler.prices.memory import Workload, cache_tokens, graph_bytes, rank_bytes
 from flexspec.compiler.prices.plan_models import check_same_vocabulary, open_profile
-from flexspec.compiler.prices.problem import Problem, SsmPlace
+from flexspec.compiler.prices.problem import Problem
 from flexspec.compiler.prices.profile import ModelProfile, profile_model, step_sizes
 from flexspec.compiler.prices.rounds import Cut, Prices, round_cost
 from flexspec.errors import ModelConfigError, PlanError
@@ -197,8 +198,8 @@ def test_most_blocks_is_what_the_memory_function_allows(place: str) -> None:
     kind = NodeKind(make_device(memory_bytes=1.2e6), 2, make_link(), 1)
     problem = Problem(make_machine(kind), llm, (tiny_profile("ssm", ssm=True),), ENTRIES, 2, 64)
     for first in (False, True):
-        most = problem.most_blocks(0, 2, SsmPlace(place), first=first, last=True)
-        extra = problem.extra_bytes(SsmPlace(place), first=first, last=True)
+        most = problem.most_blocks(0, 2, place_named(place), first=first, last=True)
+        extra = problem.extra_bytes(place_named(place), first=first, last=True)
         fits = [
             rank_bytes(llm, 2, n, problem.workload, kind.device, first=first, last=True, ssm=extra).fits
             for n in (most, most + 1)
@@ -250,7 +251,7 @@ def test_the_host_hands_steps_over() -> None:
         problem = Problem(machine, llm, (ssm,), ENTRIES, 4, 64, degrees=(1, 2))
         costs = []
         for cuts in ((Cut(0, 1, 4, False),), (Cut(0, 1, 2, False), Cut(0, 1, 2, False)), (Cut(0, 2, 4, False),)):
-            for place, entry in ((SsmPlace("none"), OFF), (SsmPlace("first"), ENTRIES[0])):
+            for place, entry in ((place_named("none"), OFF), (place_named("first"), ENTRIES[0])):
                 costs.append(round_cost(Prices(problem, place, entry, 3), cuts).latency_us)
         found.append(costs)
     drafting = 3 * (100 + 3 * 10)  # chain:3 makes three SSM steps
@@ -264,7 +265,7 @@ def test_states_that_an_ssm_reads_travel_with_the_rows() -> None:
     hops = []
     for taps in ((), (1, 3)):
         problem = Problem(make_machine(kind), llm, (replace(plain, taps=taps),), ENTRIES, 4, 64)
-        hops.append([Prices(problem, SsmPlace(name), ENTRIES[0], 1).hop_us(0, 1, 1, new_node=False)
+        hops.append([Prices(problem, place_named(name), ENTRIES[0], 1).hop_us(0, 1, 1, new_node=False)
                      for name in ("none", "first")])  # fmt: skip
     (off, without), (none, tapped) = hops
     assert off == without == none and tapped == pytest.approx((1 + 3 / 4 + 1 / 4) * without)
@@ -289,14 +290,15 @@ def test_messages_of_a_round(
     for alpha_us in (0.0, 1000.0):
         machine = replace(make_machine(NodeKind(make_device(), 3, make_link(alpha_us=alpha_us), 1)), network=None)
         problem = Problem(machine, llm, (tiny_profile("ssm", ssm=True),), ENTRIES, 4, 64)
-        found.append(round_cost(Prices(problem, SsmPlace(name), OFF if name == "none" else ENTRIES[0], 3), cuts))
+        found.append(round_cost(Prices(problem, place_named(name), OFF if name == "none" else ENTRIES[0], 3), cuts))
     returned = 1 + (reads > 0 and name != "none") if stages > 1 else 0
     messages += returned - (stages > 1)
     assert found[1].latency_us - found[0].latency_us == pytest.approx(1000 * (stages - 1 + messages))  # hops too
-    assert found[1].return_us - found[0].return_us == pytest.approx(1000 * (messages if name == "last" else returned))
+    near, far = (cost.stages[-1].beside.returned_us for cost in found)
+    assert far - near == pytest.approx(1000 * (messages if name == "last" else returned))
     if reads and name == "own":
         monkeypatch.setattr(ModelProfile, "reads_features", property(lambda _: 0))
-        without = round_cost(Prices(problem, SsmPlace(name), ENTRIES[0], 3), cuts)
+        without = round_cost(Prices(problem, place_named(name), ENTRIES[0], 3), cuts)
         rows = 3 * 1.9 + (ENTRIES[0].rows(3) if stages > 1 else 0)  # chain:3 commits 1.9 tokens
         assert found[1].latency_us - without.latency_us == pytest.approx(
             rows * reads * 2 * 1e6 / 1e9 + 1000 * (stages - 1)
@@ -309,7 +311,8 @@ def test_rank_0_is_the_host_and_the_first_stage() -> None:
     problem = Problem(machine, with_layers(tiny_profile("mha"), 4), (), (), 4, 64)
     busy = replace(problem, machine=replace(machine, round_us=constant(machine.round_us.effective + 1e6)))
     cuts = [Cut(0, 1, 2, False)] * 2
-    plain, slow = (round_cost(Prices(each, SsmPlace("none"), OFF, 2), cuts) for each in (problem, busy))
-    assert slow.stages_us == pytest.approx(plain.stages_us) and slow.latency_us == pytest.approx(plain.latency_us + 1e6)
-    assert slow.bottleneck_us == pytest.approx(slow.stages_us[0] + slow.host_us)
+    plain, slow = (round_cost(Prices(each, place_named("none"), OFF, 2), cuts) for each in (problem, busy))
+    assert [stage.stage_us for stage in slow.stages] == pytest.approx([stage.stage_us for stage in plain.stages])
+    assert slow.latency_us == pytest.approx(plain.latency_us + 1e6)
+    assert slow.bottleneck_us == pytest.approx(slow.stages[0].stage_us + slow.host_us)
     assert slow.period_us(2) == pytest.approx(2 * slow.bottleneck_us)
