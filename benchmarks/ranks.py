@@ -13,12 +13,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from flexspec.compiler.artifact.opened import OpenedArtifact
-from flexspec.draft_plan import DraftLadder
 from flexspec.runtime.distributed.executor import DistributedExecutor
-from flexspec.runtime.distributed.open import open_leader, run_follower
 from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.open.engine import OpenLlm, open_engine
+from flexspec.runtime.open.opening import Opening
+from flexspec.runtime.open.ranks import open_leader, run_follower
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.runtime.open.served import Served
 from flexspec.sampling import SamplingParams
@@ -75,8 +74,8 @@ def main() -> None:
     base, wanted = measure(args.artifact, args.draft, args.tokens, args.together, None)
     kept: list[DistributedExecutor] = []
 
-    def open_once(artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions) -> DistributedExecutor:
-        kept.append(open_leader(artifact, ladder, options))
+    def open_once(opening: Opening) -> DistributedExecutor:
+        kept.append(open_leader(opening))
         return kept[0]
 
     rate, texts = measure(args.artifact, args.draft, args.tokens, args.together, open_once)

@@ -36,6 +36,10 @@ class Artifact:
             raise ArtifactError(f"{self.root.name} holds no {name}", "an artifact with that file", self._fix())
         return self.root / name
 
+    def fingerprint(self) -> str:
+        """sha256 of the manifest, which has the digests of everything else: equal for equal artifacts."""
+        return hashlib.sha256(self.root.joinpath(layout.MANIFEST).read_bytes()).hexdigest()
+
     def names(self, prefix: str = "") -> tuple[str, ...]:
         """Names of the members that start with ``prefix``, sorted."""
         return tuple(sorted(name for name in self.manifest.files if name.startswith(prefix)))

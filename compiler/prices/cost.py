@@ -89,7 +89,7 @@ def call_us(device: Device, link: Link, dtype: DType, call: Call, sizes: Sizes, 
         return all_reduce_us(link, link.sent_bytes(call.inputs[0].bytes(sizes), dtype), degree)
     if collective is Collective.ALL_GATHER:
         result = call.outputs[0]
-        if call.joins_logits and device.processor == "cpu":  # greedy rounds tell each rank's best alone (cpu_rank.py)
+        if call.joins_logits and device.processor.joins_best_alone:
             result = replace(result, dims=(result.dims[0], 2 * degree))
         return all_gather_us(link, link.sent_bytes(result.bytes(sizes), dtype), degree)
     assert collective is None, f"{call.record.name} inside a stage has no price"

@@ -46,11 +46,26 @@ class Peaks:
     flops_per_s: Constant
 
 
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """What a device is, as far as plans are priced and measured by it."""
+
+    name: str
+    joins_best_alone: bool  # in a greedy round ranks exchange the best of each, not all logits (executors/cpu_rank.py)
+    has_step_clock: bool  # its programs note when each operator ended, so that plans can be measured on it
+
+
+PROCESSORS = {
+    "cpu": Processor("cpu", joins_best_alone=True, has_step_clock=True),
+    "gpu": Processor("gpu", joins_best_alone=False, has_step_clock=False),
+}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Device:
     """One device. ``measured``: per operator name, what an operator of some ideal time really takes (see cost.py).
 
-    ``operators``: per operator name, its own peaks. ``processor``: "cpu" or "gpu".
+    ``operators``: per operator name, its own peaks.
     """
 
     name: str
@@ -62,7 +77,7 @@ class Device:
     launch_us: Constant  # per operator
     measured: Mapping[str, Points] = field(default_factory=dict)
     operators: Mapping[str, Peaks] = field(default_factory=dict)
-    processor: str = "gpu"
+    processor: Processor = PROCESSORS["gpu"]
 
     def peaks(self, dtype: DType, operator: str) -> Peaks:
         """Bandwidth and arithmetic that an operator is priced with."""
@@ -181,7 +196,6 @@ LINK_KEYS = ("alpha_us", "bandwidth_bytes_per_s")
 PEAK_KEYS = ("bandwidth_bytes_per_s", "flops_per_s")
 HOST_KEYS = ("round_us", "request_us", "step_us", "step_request_us")
 _MAY_BE_ZERO = ("reserve_bytes", "launch_us", "alpha_us", *HOST_KEYS)
-_PROCESSORS = {"cpu": "cpu", "gpu": "gpu"}
 
 
 def shipped_machines() -> list[str]:
@@ -243,7 +257,7 @@ def _device(name: str, part: Table) -> Device:
     measured = _measured(part)
     operators = part.tables("operators") if part.has("operators") else {}
     peaks = {operator: _peaks(entry) for operator, entry in operators.items()}
-    processor = part.choice("processor", _PROCESSORS) if part.has("processor") else "gpu"
+    processor = part.choice("processor", PROCESSORS) if part.has("processor") else PROCESSORS["gpu"]
     part.done()
     if constants["reserve_bytes"].effective >= constants["memory_bytes"].effective:
         found = f"{constants['reserve_bytes'].effective:.3g} of {constants['memory_bytes'].effective:.3g} bytes"

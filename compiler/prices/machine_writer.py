@@ -24,7 +24,7 @@ def machine_toml(machine: Machine, measured_origin: str = "measured") -> str:
     lines += [f"{key} = {_constant(constant)}" for key, constant in work.items() if constant is not NOTHING]
     for device in {kind.device.name: kind.device for kind in machine.kinds}.values():
         lines += ["", f"[devices.{_text(device.name)}]"]
-        lines += [f"processor = {_text(device.processor)}"]
+        lines += [f"processor = {_text(device.processor.name)}"]
         lines += [f"{key} = {_constant(getattr(device, key))}" for key in DEVICE_KEYS]
         for operator, peaks in device.operators.items():
             lines += ["", f"[devices.{_text(device.name)}.operators.{_text(operator)}]"]

@@ -76,7 +76,7 @@ def _run(artifact: Path, options: ServeOptions, serve: Callable[[OpenLlm | None]
     if place.ranks == 1:
         return serve(None)
     try:
-        from flexspec.runtime.distributed.open import open_leader, run_follower
+        from flexspec.runtime.open.ranks import open_leader, run_follower
     except ImportError as error:
         raise ToolchainError(f"several ranks without PyTorch ({error})", "torch >= 2.11", "pip install torch") from None
     if place.rank == 0:

@@ -36,6 +36,10 @@ def draft_plans_help() -> str:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    from flexspec.runtime.backends.registry import DEFAULT_BACKEND, backends
+
+    known = backends()
+    notes = [f"; {name}: {backend.help}" for name, backend in known.items() if backend.help]
     parser.add_argument(
         "--draft",
         default="auto",
@@ -44,9 +48,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device",
-        choices=("cpu", "cuda", "interpret"),
-        default="cpu",
-        help="where models run (default cpu); interpret: GPU kernels in Triton's interpreter, slow, for checks",
+        choices=tuple(known),
+        default=DEFAULT_BACKEND,
+        help=f"where models run (default {DEFAULT_BACKEND}){''.join(notes)}",
     )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: one a core, at most 8)")
     parser.add_argument("--kv-tokens", type=int, default=16_384, help="tokens the KV pool holds (default 16384)")

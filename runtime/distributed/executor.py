@@ -29,7 +29,6 @@ from flexspec.runtime.distributed.message import (
     HEADER_WORDS,
     Bytes,
     Header,
-    Room,
     check_header,
     encode_draft,
     encode_move,
@@ -39,6 +38,7 @@ from flexspec.runtime.distributed.message import (
 from flexspec.runtime.distributed.shards import Shard
 from flexspec.runtime.drafters.base import ModelDrafter
 from flexspec.runtime.executors.cpu_rank import RankResult
+from flexspec.runtime.executors.room import Room
 from flexspec.runtime.executors.step import StepBatch, StepResult
 from flexspec.runtime.executors.step_rules import check_finite, check_step
 from flexspec.runtime.executors.top_successors import top_successors

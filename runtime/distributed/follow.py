@@ -16,7 +16,6 @@ from flexspec.runtime.distributed.message import (
     TREES,
     Bytes,
     Header,
-    Room,
     check_header,
     decode_move,
     decode_step,
@@ -24,6 +23,7 @@ from flexspec.runtime.distributed.message import (
 )
 from flexspec.runtime.distributed.shards import Shard
 from flexspec.runtime.executors.cpu_rank import RankResult
+from flexspec.runtime.executors.room import Room
 from flexspec.runtime.executors.step import StepBatch
 
 

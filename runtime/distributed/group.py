@@ -6,7 +6,6 @@ in the step.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -18,10 +17,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from flexspec import __version__
-from flexspec.errors import ArtifactError, PlanError
+from flexspec.errors import PlanError
 from flexspec.graph import Attr, Node, as_int
 from flexspec.ops.record import Collective, record_of
+from flexspec.runtime.distributed.agreement import Agreement, check_agreement
 from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.distributed.watch import Watch
 
@@ -31,14 +30,8 @@ Attrs = Mapping[str, Attr]
 STEP_TIMEOUT_S = 120  # for a rank that is alive and silent; one that died closes its connections at once
 _START_TIMEOUT_S = 300
 _IDLE_TIMEOUT = timedelta(days=365)  # ranks wait for the next message as long as nobody asks for anything
-_WORD = 32  # bytes of each word of the greeting
 _UNREAD = 1024  # sends at a time that may be on their way; more than all micro-batches in flight can make
 RESULTS, ANSWERS, SHARES = 1 << 20, 1 << 21, 1 << 22  # tags beside the channels of the graphs
-
-
-def backend_of(device: str) -> str:
-    """The torch.distributed backend of a ServeOptions.device."""
-    return "nccl" if device == "cuda" else "gloo"
 
 
 class Outbox:
@@ -72,11 +65,14 @@ class Seat:
     plan's groups carry rows, by the device's backend.
     """
 
-    def __init__(self, digest: str, world: int, groups: Sequence[tuple[int, ...]], device: str = "cpu") -> None:
-        """Join, and compare version and ``digest`` (hex, of the artifact and the sizes) with all ranks.
+    def __init__(
+        self, agreement: Agreement, world: int, groups: Sequence[tuple[int, ...]], backend: str = "gloo"
+    ) -> None:
+        """Join, and compare ``agreement`` with all ranks.
 
-        ``groups`` are all groups of the plan, the same on each rank. Raises PlanError for another number of ranks,
-        ArtifactError when ranks differ, RuntimeError when they do not find each other.
+        ``groups`` are all groups of the plan, the same on each rank; ``backend`` is torch.distributed's, for rows.
+        Raises PlanError for another number of ranks, ArtifactError when ranks differ, RuntimeError when they do not
+        find each other.
         """
         found = this_rank().ranks
         if found != world:
@@ -84,10 +80,9 @@ class Seat:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(seconds=_START_TIMEOUT_S))
         self.rank, self.world = dist.get_rank(), world
-        self._greet(digest)
+        check_agreement(self._everyones(agreement.encode()))
         self._sizes: Mapping[str, int] = {}
         everyone, limit = list(range(world)), timedelta(seconds=STEP_TIMEOUT_S)
-        backend = backend_of(device)
         self._straight = backend == "gloo"
         self.control = dist.new_group(everyone, timeout=_IDLE_TIMEOUT)
         self.answers = dist.new_group(everyone, timeout=limit)
@@ -96,20 +91,14 @@ class Seat:
         self.watch = Watch(self.rank, world, self.control)  # once all connections are made
         self.told, self.answered, self._sent = Outbox(self.control), Outbox(self.answers), Outbox(self.steps)
 
-    def _greet(self, digest: str) -> None:
-        own = __version__.encode()[:_WORD].ljust(_WORD, b"\0") + hashlib.sha256(digest.encode()).digest()
-        told = [torch.empty(2 * _WORD, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(told, torch.frombuffer(bytearray(own), dtype=torch.uint8))
-        words = [bytes(each.tolist()) for each in told]
-        versions = [word[:_WORD].rstrip(b"\0").decode(errors="replace") for word in words]
-        for what, values in (("flexspec version", versions), ("artifact or sizes", [w[_WORD:].hex() for w in words])):
-            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-            if other is not None:
-                raise ArtifactError(
-                    f"rank {other} has another {what} ({values[other][:12]}) than rank 0 ({values[0][:12]})",
-                    "the same on each rank",
-                    "give all ranks one artifact, one flexspec and the same options",
-                )
+    def _everyones(self, side: bytes) -> list[bytes]:
+        """What each rank gave, by rank; texts may differ in length."""
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(lengths, torch.tensor([len(side)]))
+        longest = max(int(length) for length in lengths)
+        sides = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+        dist.all_gather(sides, torch.frombuffer(bytearray(side.ljust(longest, b"\0")), dtype=torch.uint8))
+        return [bytes(text[: int(length)].tolist()) for text, length in zip(sides, lengths, strict=True)]
 
     def listen(self, array: NDArray[Scalar]) -> NDArray[Scalar]:
         """Fill an array from rank 0's next message, however long it takes."""

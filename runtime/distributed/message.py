@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.errors import EngineError
+from flexspec.runtime.executors.room import Room
 from flexspec.runtime.executors.step import StepBatch
 
 STEP, MOVE, STOP, DRAFT, TREES = 1, 2, 3, 4, 5
@@ -23,14 +24,6 @@ _WANT_LOGITS, _WANT_FEATURES = 1, 2
 
 Bytes = NDArray[np.uint8]
 Header = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Most rows of a step and pages of the pool: what no message may exceed."""
-
-    max_rows: int
-    pages: int
 
 
 @dataclass(frozen=True, slots=True)

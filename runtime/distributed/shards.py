@@ -14,6 +14,7 @@ from flexspec.kernels.reference import TORCH_DTYPES
 from flexspec.runtime.distributed.group import Seat
 from flexspec.runtime.executors.cpu_rank import CpuRank, RankResult
 from flexspec.runtime.executors.step import StepBatch
+from flexspec.runtime.executors.step_times import StepTimes
 
 if TYPE_CHECKING:
     from flexspec.kernels.gpu.aot import CompiledVariant
@@ -46,6 +47,10 @@ class CpuShard:
 
     def __init__(self, rank: CpuRank) -> None:
         self._rank = rank
+
+    def keep_times(self) -> StepTimes:
+        """As CpuRank's."""
+        return self._rank.keep_times()
 
     def join(self, seat: Seat) -> None:
         self._seat = seat

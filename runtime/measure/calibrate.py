@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from flexspec.compiler.artifact.model_record import LLM
 from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.compiler.prices.fit_machine import StepFit, fit_device, fit_link, fit_operator, graph_calls
-from flexspec.compiler.prices.machine import DEVICE_KEYS, Constant, Device, Link, Machine, Peaks, open_machine
+from flexspec.compiler.prices.machine import (
+    DEVICE_KEYS,
+    PROCESSORS,
+    Constant,
+    Device,
+    Link,
+    Machine,
+    Peaks,
+    open_machine,
+)
 from flexspec.errors import MachineError
 from flexspec.graph import Graph
 from flexspec.host import usable_cores
@@ -78,7 +87,7 @@ def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> FittedMachin
         assert isinstance(first, CpuExecutor)
         nodes = time_nodes(first, executors[1:], graph, context)
     launch = Constant(float(f"{shortest_us(nodes[1]):.4g}"), 1.0, f"the shortest operator of a row; {origin}")
-    start = replace(kept_device(kind.device), memory_bytes=memory, launch_us=launch, processor="cpu")
+    start = replace(kept_device(kind.device), memory_bytes=memory, launch_us=launch, processor=PROCESSORS["cpu"])
     steps = fit_device(start, dtype, graph_calls(graph), times, _CONTEXT_TOKENS, fitted_peak)
     device = fit_attention(steps.device, dtype, graph, nodes, context, fitted_peak)
     link, tables_origin = kept_link(kind.link), f"kept from {TEMPLATE}, not measured here"

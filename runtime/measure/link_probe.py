@@ -108,10 +108,11 @@ def _node(op: str, **attrs: int | tuple[int, ...]) -> Node:
 
 
 def main() -> None:
+    from flexspec.runtime.distributed.agreement import Agreement
     from flexspec.runtime.distributed.group import Seat
 
     world = this_rank().ranks
-    seat = Seat("link probe", world, [tuple(range(world))])
+    seat = Seat(Agreement(artifact="link probe"), world, [tuple(range(world))])
     probe = LinkProbe(seat.rank, tuple(range(world)), seat.meet)
     body: dict[str, dict[int, list[int] | list[float]]] = {"transfer": {}, "reduce": {}}
     for size in SIZES:

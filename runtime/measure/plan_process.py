@@ -67,10 +67,10 @@ def _lead(setup: PlanProcess, *, several: bool) -> None:
 
 def _follow(setup: PlanProcess, rank: int) -> None:
     """Any other rank, to its end."""
-    from flexspec.runtime.distributed.open import run_follower
+    from flexspec.runtime.open.ranks import run_follower, times_of
 
     times: list[StepTimes] = []
-    run_follower(Path(setup.artifact), setup.options(), lambda program: times.append(program.keep_times()))
+    run_follower(Path(setup.artifact), setup.options(), lambda shard: times.append(times_of(shard)))
     _save(times_file(setup, f"rank{rank}"), times[0])
 
 

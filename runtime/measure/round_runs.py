@@ -16,7 +16,7 @@ import numpy as np
 
 from flexspec.compiler.artifact.model_record import LLM
 from flexspec.compiler.artifact.opened import OpenedArtifact
-from flexspec.draft_plan import DraftLadder, DraftPlan, worst_case
+from flexspec.draft_plan import DraftPlan, worst_case
 from flexspec.drafters.record import ssm_names
 from flexspec.errors import EngineError
 from flexspec.runtime.drafters.budget import SpeculationWatch
@@ -25,6 +25,7 @@ from flexspec.runtime.executors.cpu import CpuExecutor
 from flexspec.runtime.executors.step import Executor
 from flexspec.runtime.executors.step_times import Clock, StepTimes
 from flexspec.runtime.open.engine import open_artifact_engine
+from flexspec.runtime.open.opening import Opening
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.runtime.open.served import Served
 from flexspec.sampling import SamplingParams
@@ -121,13 +122,13 @@ class RoundRuns:
         assert isinstance(executor, CpuExecutor)
         return executor.keep_times(len(self._artifact.graph(part).nodes))
 
-    def _open_llm(self, artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions) -> Executor:
+    def _open_llm(self, opening: Opening) -> Executor:
         """The ranks' executor, once for all; with the options that the other ranks have."""
         if self._ranks is None:
-            from flexspec.runtime.distributed.open import open_leader
+            from flexspec.runtime.open.ranks import open_leader, times_of
 
             times: list[StepTimes] = []
-            executor = open_leader(artifact, ladder, self._options, lambda program: times.append(program.keep_times()))
+            executor = open_leader(replace(opening, options=self._options), lambda shard: times.append(times_of(shard)))
             self._ranks = executor, times[0]
         return self._ranks[0]
 

@@ -66,7 +66,7 @@ def check_trials(problem: Problem, trials: Iterable[Trial], models: Iterable[Pat
     for path in models:
         if path.suffix == ".json":
             raise PlanError(f"{path}, a model without weights", "a model that can run", "name its folder or .gguf file")
-    other = next((kind.device for kind in problem.machine.kinds if kind.device.processor != "cpu"), None)
+    other = next((kind.device for kind in problem.machine.kinds if not kind.device.processor.has_step_clock), None)
     if other is not None:
         raise MachineError(
             f"machine {problem.machine.name} of {other.name}, no CPU", "a machine file of this machine",

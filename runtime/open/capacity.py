@@ -10,6 +10,7 @@ from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.draft_plan import DraftLadder
 from flexspec.errors import ArtifactError, CapacityError
 from flexspec.kv_slots import longest_request, pages_of, request_slots
+from flexspec.runtime.backends.registry import backend_of
 from flexspec.runtime.open.host_memory import Pool, check_memory
 from flexspec.runtime.open.serve_options import ServeOptions
 
@@ -60,11 +61,11 @@ def ssm_pages(options: ServeOptions, ranks: Sequence[int], context: int) -> int:
 
 
 def check_room(artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions, ranks: Sequence[int] = ()) -> None:
-    """Raise CapacityError when what this host will run does not fit into its memory (CPU only).
+    """Raise CapacityError when what this host will run does not fit into its memory, if it lies there.
 
     ``ranks``: those of the plan that run here; none where the whole model does.
     """
-    if options.device != "cpu":
+    if not backend_of(options.device).in_host_memory:
         return
     context, _ = context_tokens(artifact, ladder, options)
     held = {rank for stage in artifact.plan.stages for rank in stage.ranks}
@@ -73,4 +74,4 @@ def check_room(artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOpti
     for part, living in ssms_of(artifact, ladder):
         pages = ssm_pages(options, living, context) if ranks else options.pages
         pools += [Pool(part.name, pages)] * (sum(rank in ranks for rank in living) if ranks else 1)
-    check_memory(artifact, pools, max(options.max_rows, options.max_requests), options.max_requests)
+    check_memory(artifact, pools, options.room.max_rows, options.max_requests)

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.opened import OpenedArtifact
-from flexspec.draft_plan import DraftLadder
 from flexspec.errors import ArtifactError
 from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.drafters.base import DraftsElsewhere, ModelDrafter
@@ -20,18 +18,18 @@ from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.engine.engine import Engine
 from flexspec.runtime.engine.observer import Observer
 from flexspec.runtime.engine.scheduler import Limits
+from flexspec.runtime.executors.room import Room
 from flexspec.runtime.executors.step import Executor, OverlappingExecutor
 from flexspec.runtime.open.capacity import check_room, context_tokens, ssm_pages, ssms_of
-from flexspec.runtime.open.drafters import cheap_drafters, choose_ladder, ssm_drafter
-from flexspec.runtime.open.models import open_backend
+from flexspec.runtime.open.drafters import cheap_drafters, ssm_drafter
+from flexspec.runtime.open.opening import Opening
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.runtime.open.served import Served
 from flexspec.runtime.open.step_costs import measure_steps
 from flexspec.runtime.text.chat import ChatRenderer
 from flexspec.runtime.text.tokenizer import Detokenizer, Tokenizer
-from flexspec.types import PAGE_TOKENS
 
-OpenLlm = Callable[[OpenedArtifact, DraftLadder, ServeOptions], Executor]
+OpenLlm = Callable[[Opening], Executor]
 
 
 def open_engine(
@@ -50,14 +48,14 @@ def open_artifact_engine(
 ) -> Served:
     """``open_engine`` of an artifact that is open already."""
     record, plan = artifact.record, artifact.plan
-    ladder = choose_ladder(options.draft, artifact)
-    isa, executor_of = open_backend(artifact, ladder, options)
+    opening = Opening.of(artifact, options)
+    ladder, kernels = opening.ladder, opening.kernels
     context, longer_context = context_tokens(artifact, ladder, options)
     check_room(artifact, ladder, options, this_rank().on_this_host if open_llm else ())
     tokenizer = Tokenizer(artifact.files.read_bytes(layout.TOKENIZER), record.eos_ids, record.bos_id)
     chat = _chat(artifact)
     with ExitStack() as opened:
-        llm = open_llm(artifact, ladder, options) if open_llm else executor_of(artifact.llm, options)
+        llm = open_llm(opening) if open_llm else kernels.executor(artifact.llm.name, options.room)
         opened.callback(llm.close)
         drafters = cheap_drafters(artifact, ladder, llm.vocab_size)
         executors = [llm]
@@ -66,7 +64,7 @@ def open_artifact_engine(
             own: ModelDrafter | None = None
             if others is None or 0 in ranks:
                 pages = ssm_pages(options, ranks, context) if others else options.pages
-                executors.append(executor_of(part, replace(options, kv_tokens=pages * PAGE_TOKENS)))
+                executors.append(kernels.executor(part.name, Room(options.room.max_rows, pages)))
                 opened.callback(executors[-1].close)
                 own = ssm_drafter(part, executors[-1], ladder, llm.vocab_size)
             if others is not None:
@@ -77,10 +75,10 @@ def open_artifact_engine(
         limits = Limits(context, max_running=options.max_requests, longer_context=longer_context)
         count = plan.micro_batches_for if isinstance(llm, OverlappingExecutor) else _one
         engine = Engine(llm, planned, lambda: Detokenizer(tokenizer), record.eos_ids, limits, observer, count)
-        if options.measure and ladder.drafts and options.device != "interpret":
+        if options.measure and ladder.drafts and opening.backend.times_itself:
             planned.step_cost, engine.plain_step_s = measure_steps(llm, planned.limits.max_nodes)
         opened.pop_all()
-    return Served(record.name, engine, tokenizer, chat, plan, ladder, isa, context, executors)
+    return Served(record.name, engine, tokenizer, chat, plan, ladder, kernels.name, context, executors)
 
 
 def _one(requests: int) -> int:

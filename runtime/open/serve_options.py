@@ -6,11 +6,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexspec.errors import CapacityError, RequestError
+from flexspec.errors import CapacityError
 from flexspec.kv_slots import STEP_ROWS, pages_of
+from flexspec.runtime.backends.registry import DEFAULT_BACKEND, backend_of
+from flexspec.runtime.executors.room import Room
 
 DEFAULT_DRAFT = "auto"
-DEVICES = ("cpu", "cuda", "interpret")  # cuda also AMD GPUs, by torch's name; interpret: GPU kernels in the interpreter
 _RANGES = {
     "threads": (0, 512),
     "kv_tokens": (64, 1 << 30),
@@ -25,7 +26,7 @@ class ServeOptions:
     """How an artifact is run."""
 
     draft: str = DEFAULT_DRAFT  # a draft plan; "auto": the artifact's
-    device: str = "cpu"  # one of DEVICES
+    device: str = DEFAULT_BACKEND  # a backend's name (runtime/backends)
     threads: int = 0  # CPU threads; 0 = one a core, at most 8
     kv_tokens: int = 16_384  # that the KV pool of each model holds
     max_requests: int = 16  # that run at once
@@ -38,6 +39,11 @@ class ServeOptions:
     def pages(self) -> int:
         """KV pages of each model's pool."""
         return pages_of(self.kv_tokens)
+
+    @property
+    def room(self) -> Room:
+        """What the LLM's executor is sized by: every request that runs has a row."""
+        return Room(max(self.max_rows, self.max_requests), self.pages)
 
 
 def prepare(options: ServeOptions, flags: Mapping[str, str] | None = None) -> ServeOptions:
@@ -52,8 +58,5 @@ def prepare(options: ServeOptions, flags: Mapping[str, str] | None = None) -> Se
             flag = (flags or {}).get(name)
             found = f"{flag} {value}" if flag else f"{name}={value}"
             raise CapacityError(found, f"{low} to {high}", f"choose {flag or name} in that range")
-    if options.device not in DEVICES:
-        raise RequestError(f"device={options.device!r}", f"one of {', '.join(DEVICES)}", "choose one of them")
-    if options.device == "interpret":
-        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported, which is later
+    os.environ.update(backend_of(options.device).environment)
     return options

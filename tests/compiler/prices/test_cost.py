@@ -24,7 +24,7 @@ from flexspec.compiler.prices.cost import (
     op_us,
     unit_us,
 )
-from flexspec.compiler.prices.machine import NodeKind, Peaks
+from flexspec.compiler.prices.machine import PROCESSORS, NodeKind, Peaks
 from flexspec.compiler.prices.memory import Workload, cache_tokens, graph_bytes, rank_bytes
 from flexspec.compiler.prices.plan_models import check_same_vocabulary, open_profile
 from flexspec.compiler.prices.problem import Problem
@@ -236,7 +236,7 @@ def test_what_a_link_and_an_operator_say_of_themselves() -> None:
     assert op_us(slow, DType.BF16, block["rms_norm"], sizes) == op_us(device, DType.BF16, block["rms_norm"], sizes)
     join = next(call for call in rank.calls["back"] if call.record.name == "combine")
     whole = call_us(device, link, DType.BF16, join, sizes, 2)
-    pairs = call_us(replace(device, processor="cpu"), link, DType.BF16, join, sizes, 2)
+    pairs = call_us(replace(device, processor=PROCESSORS["cpu"]), link, DType.BF16, join, sizes, 2)
     assert whole == pytest.approx(3 * 256 * 2 / 2)  # half comes from the other rank
     assert pairs == pytest.approx(3 * 4 * 2 / 2)
 

@@ -14,7 +14,6 @@ from flexspec.runtime.distributed.message import (
     MOVE,
     STEP,
     STOP,
-    Room,
     check_header,
     decode_move,
     decode_step,
@@ -23,6 +22,7 @@ from flexspec.runtime.distributed.message import (
     encode_stop,
 )
 from flexspec.runtime.executors.pages import pack_rows
+from flexspec.runtime.executors.room import Room
 
 ROOM = Room(max_rows=96, pages=8)
 

@@ -17,15 +17,17 @@ from flexspec.compiler.artifact.model_record import record_from_json
 from flexspec.compiler.artifact.open import Artifact, open_artifact
 from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.draft_plan import DraftPlan
-from flexspec.errors import ArtifactError, CapacityError, ToolchainError
+from flexspec.errors import ArtifactError, CapacityError, RequestError, ToolchainError
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.package.compile_model import CompileOptions, compile_model
 from flexspec.kernels.package.gpu import canonical_weight
 from flexspec.models.config import ModelConfig
 from flexspec.models.llama import build_llama
 from flexspec.retype import store_weights
+from flexspec.runtime.backends import triton as triton_backend
+from flexspec.runtime.backends.registry import Needs, backend_of
 from flexspec.runtime.executors import triton as triton_executor
-from flexspec.runtime.open import gpu as triton_open
+from flexspec.runtime.executors.room import Room
 from flexspec.types import DType, Role
 from flexspec.weight_formats.registry import weight_formats
 
@@ -43,8 +45,10 @@ class Made:
     def root(self) -> Path:
         return self.artifact.root
 
-    def open_gpu(self, device: str = "interpret", tree_rows: int = 9) -> triton_open.GpuModels:
-        return triton_open.open_gpu(OpenedArtifact.of(self.artifact), device, tree_rows)
+    def open_gpu(self, device: str = "interpret", tree_rows: int = 9) -> triton_backend.TritonKernels:
+        kernels = backend_of(device).open(OpenedArtifact.of(self.artifact), Needs(tree_rows))
+        assert isinstance(kernels, triton_backend.TritonKernels)
+        return kernels
 
 
 @pytest.fixture(scope="module")
@@ -107,21 +111,20 @@ def test_machine_without_a_gpu_is_told_in_one_line(
 
 def test_interpreter_that_was_not_asked_for_in_time_is_told(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    llm = record_from_json(made.artifact.read_json("model.json")).models[0]
     with pytest.raises(ToolchainError, match="TRITON_INTERPRET=1"):
-        made.open_gpu().executor(llm, 4, 16)
+        made.open_gpu().executor("llm", Room(16, 4))
 
 
 def test_another_architecture_names_the_rebuild_command(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_open, "gpu_architecture", lambda: "sm_80")
+    monkeypatch.setattr(triton_backend, "gpu_architecture", lambda: "sm_80")
     with pytest.raises(ArtifactError, match=r"flexspec compile llm .*--target sm_90 .*--target sm_80$"):
         made.open_gpu("cuda")
-    monkeypatch.setattr(triton_open, "gpu_architecture", lambda: "sm_61")
+    monkeypatch.setattr(triton_backend, "gpu_architecture", lambda: "sm_61")
     with pytest.raises(ToolchainError, match="sm_61"):
         made.open_gpu("cuda")
-    monkeypatch.setattr(triton_open, "gpu_architecture", lambda: "sm_90")
+    monkeypatch.setattr(triton_backend, "gpu_architecture", lambda: "sm_90")
     assert made.open_gpu("cuda").name == "sm_90"
-    with pytest.raises(ToolchainError, match="'tpu'"):
+    with pytest.raises(RequestError, match="'tpu'.*cpu, cuda, interpret"):
         made.open_gpu("tpu")
 
 
@@ -149,9 +152,8 @@ def test_malformed_record_is_an_error(made: Made, part: Any, found: str) -> None
 def test_missing_tensor_is_an_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     models = made.open_gpu()
     monkeypatch.setattr(Artifact, "tensors", lambda self, name: {})
-    llm = record_from_json(made.artifact.read_json("model.json")).models[0]
     with pytest.raises(ArtifactError, match="no tensor"):
-        models.executor(llm, 4, 16)
+        models.executor("llm", Room(16, 4))
 
 
 @pytest.mark.parametrize("stored_as", ["f32", "f16", "bf16"])

@@ -13,11 +13,11 @@ from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.errors import ArtifactError
 from flexspec.kernels.cpu.build import supported_isas
-from flexspec.runtime.open.models import open_cpu_rank
-from flexspec.runtime.open.serve_options import ServeOptions
+from flexspec.runtime.backends.programs import CpuPrograms
+from flexspec.runtime.backends.registry import Needs
+from flexspec.runtime.executors.room import Room
 
 BEST = supported_isas()[0]
-OPTIONS = ServeOptions(threads=1, kv_tokens=256, max_rows=16)
 RANKS = [(name, rank) for name in STAGES for rank in range(sum(stage.degree for stage in STAGES[name]))]
 
 
@@ -34,8 +34,9 @@ def spoil(data: bytes) -> bytes:
     return bytes(changed)
 
 
-def open_rank(path: Path, rank: int, options: ServeOptions = OPTIONS) -> None:
-    open_cpu_rank(OpenedArtifact.at(path), BEST, rank, options).close()
+def open_rank(path: Path, rank: int, *, checks: bool = True) -> None:
+    needs = Needs(tree_rows=1, threads=1, checks=checks)
+    CpuPrograms.of(OpenedArtifact.at(path), needs).rank(rank, Room(max_rows=16, pages=8)).close()
 
 
 @pytest.mark.parametrize(("name", "rank"), RANKS)
@@ -52,7 +53,7 @@ def test_a_rank_with_other_weights_is_refused(folder: Path, tmp_path: Path, name
     path = changed_copy(folder / f"{name}{layout.SUFFIX}", tmp_path / "w.fspec", weights, spoil, signed=True)
     with pytest.raises(ArtifactError, match=f"llm.rank{rank} on {BEST} computes other values"):
         open_rank(path, rank)
-    open_rank(path, rank, ServeOptions(threads=1, kv_tokens=256, max_rows=16, checks=False))
+    open_rank(path, rank, checks=False)
 
 
 @pytest.mark.parametrize(("change", "found"), [(lambda _: b"none", "not a program"), (None, "computes other values")])

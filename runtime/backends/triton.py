@@ -1,8 +1,4 @@
-"""Executors for a GPU from an artifact: which of its kernels a device gets, and what is refused.
-
-Owns the way from ``--device`` to TritonExecutors. ``interpret`` runs the generated source of the artifact in Triton's
-interpreter on the CPU: slow, for checks.
-"""
+"""An artifact's Triton kernels on a GPU, or in Triton's interpreter: which of them are taken, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flexspec.compiler.artifact.model_record import GpuRecord, PartRecord
+from flexspec.compiler.artifact import layout
+from flexspec.compiler.artifact.model_record import GpuRecord
 from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.errors import ArtifactError, CapacityError, ToolchainError
 from flexspec.graph import Graph
@@ -20,47 +17,46 @@ from flexspec.kernels.gpu.aot import CompiledVariant
 from flexspec.kernels.gpu.family import Variant, kernel_variants
 from flexspec.kernels.gpu.package import read_packaged
 from flexspec.kernels.gpu.targets import TARGETS
+from flexspec.runtime.backends.registry import Needs
 from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.distributed.shards import TritonShard
+from flexspec.runtime.executors.room import Room
 from flexspec.runtime.executors.triton import TritonExecutor, gpu_architecture
 
-TORCH_DEVICES = {"cuda": "cuda", "interpret": "cpu"}
+_PLAIN_TARGET = "sm_90"  # whose kernels the interpreter would like best; it takes any
 
 
 @dataclass(frozen=True, slots=True)
-class GpuModels:
-    """An artifact as one device runs it. ``target`` is the architecture whose kernels are taken."""
+class TritonKernels:
+    """The kernels of one architecture, ``target``, on a device that torch calls ``device``."""
 
     artifact: OpenedArtifact
     record: GpuRecord
-    device: str
     target: str
+    device: str
+    name: str
 
-    @property
-    def name(self) -> str:
-        return self.target if self.device == "cuda" else f"interpreted {self.target}"
-
-    def executor(self, part: PartRecord, pages: int, max_rows: int) -> TritonExecutor:
+    def executor(self, model: str, room: Room) -> TritonExecutor:
         """One model with its own pool on the device.
 
         Raises ArtifactError for parts that are missing or do not belong together, CapacityError when the device's
         memory is too small, ToolchainError where the kernels cannot run.
         """
-        graph = self.artifact.graph(part.name)
-        with _memory_for(part.name):
+        graph = self.artifact.graph(model)
+        with _memory_for(model):
             return TritonExecutor(
-                graph, self.artifact.canonical_weights(part.name), pages, max_rows, TORCH_DEVICES[self.device],
+                graph, self.artifact.canonical_weights(model), room.pages, room.max_rows, self.device,
                 compiled=self._kernels(graph), max_tree_tokens=self.record.max_tree_tokens,
             )  # fmt: skip
 
-    def shard(self, name: str, pages: int, max_rows: int) -> TritonShard:
-        """One rank's part of the LLM, as ``name`` in the artifact. Raises as ``executor``."""
+    def shard(self, rank: int, room: Room) -> TritonShard:
+        """One rank's part of the LLM. Raises as ``executor``."""
+        name = layout.rank_name(rank)
         graph = self.artifact.graph(name)
-        weights = self.artifact.canonical_weights(name)
         with _memory_for(name):
             return TritonShard(
-                graph, weights, pages=pages, max_rows=max_rows, device=TORCH_DEVICES[self.device],
-                compiled=self._kernels(graph), max_tree_tokens=self.record.max_tree_tokens,
+                graph, self.artifact.canonical_weights(name), pages=room.pages, max_rows=room.max_rows,
+                device=self.device, compiled=self._kernels(graph), max_tree_tokens=self.record.max_tree_tokens,
             )  # fmt: skip
 
     def _kernels(self, graph: Graph) -> dict[Variant, CompiledVariant]:
@@ -82,31 +78,47 @@ def _memory_for(name: str) -> Iterator[None]:
         ) from None  # fmt: skip
 
 
-def open_gpu(artifact: OpenedArtifact, device: str, tree_rows: int) -> GpuModels:
-    """Choose kernels for ``device``; ``tree_rows`` is the largest token tree of the draft plan, the root counted.
+def open_gpu(artifact: OpenedArtifact, needs: Needs) -> TritonKernels:
+    """The kernels for the GPU that is there, of several the one of this rank's number on its host.
 
-    Raises ToolchainError without such a device, ArtifactError naming the command that rebuilds the artifact when it has
-    no kernels for it, CapacityError for trees larger than the kernels take.
+    Raises ToolchainError without one, and as ``_for_target``.
     """
-    if device not in TORCH_DEVICES:
-        raise ToolchainError(f"device {device!r}", "cpu, cuda or interpret", "name one of them")
-    if device == "cuda" and torch.cuda.is_available():
+    if torch.cuda.is_available():
         torch.cuda.set_device(this_rank().local_rank % torch.cuda.device_count())
-    built = [target for target in artifact.manifest.targets if target in TARGETS]
-    target = gpu_architecture() if device == "cuda" else next(iter(built), "sm_90")
+    target = gpu_architecture()
+    return TritonKernels(artifact, _for_target(artifact, target, needs), target, "cuda", target)
+
+
+def open_interpreter(artifact: OpenedArtifact, needs: Needs) -> TritonKernels:
+    """The source of any kernels that the artifact has. Raises as ``_for_target``."""
+    target = next(iter(_built(artifact)), _PLAIN_TARGET)
+    return TritonKernels(artifact, _for_target(artifact, target, needs), target, "cpu", f"interpreted {target}")
+
+
+def _built(artifact: OpenedArtifact) -> list[str]:
+    return [target for target in artifact.manifest.targets if target in TARGETS]
+
+
+def _for_target(artifact: OpenedArtifact, target: str, needs: Needs) -> GpuRecord:
+    """What executors need beside kernels, if there are kernels.
+
+    Raises ToolchainError for an unknown architecture, ArtifactError naming the command that rebuilds the artifact when
+    it has no kernels for it, CapacityError for trees larger than they take.
+    """
     if target not in TARGETS:
         raise ToolchainError(
             f"a GPU of architecture {target}", f"one of {', '.join(TARGETS)}", "run it with --device cpu"
         )
-    gpu = artifact.record.gpu
+    built, gpu = _built(artifact), artifact.record.gpu
     if target not in built or gpu is None:
         raise _not_built(artifact, target, built)
-    if tree_rows > gpu.max_tree_tokens:
+    if needs.tree_rows > gpu.max_tree_tokens:
         raise CapacityError(
-            f"token trees of {tree_rows} nodes with the root", f"at most {gpu.max_tree_tokens} in these GPU kernels",
-            f"choose a smaller --draft, or rebuild it: {artifact.manifest.rebuild} --max-tree {tree_rows}",
-        )  # fmt: skip
-    return GpuModels(artifact, gpu, device, target)
+            f"token trees of {needs.tree_rows} nodes with the root",
+            f"at most {gpu.max_tree_tokens} in these GPU kernels",
+            f"choose a smaller --draft, or rebuild it: {artifact.manifest.rebuild} --max-tree {needs.tree_rows}",
+        )
+    return gpu
 
 
 def _not_built(artifact: OpenedArtifact, target: str, built: Sequence[str]) -> ArtifactError:

@@ -1,0 +1,68 @@
+"""Devices are records found by presence: nothing but their own files tests which device something runs on."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flexspec.cli.main import build_parser
+from flexspec.errors import RequestError
+from flexspec.runtime.backends.registry import DEFAULT_BACKEND, backend_of, backends
+from repository import ROOT, SOURCE_FOLDERS, python_files
+
+DEVICE_NAMES = {"device", "processor"}
+# Here "device" is torch's, or the file is a backend's own.
+OWN = ("runtime/backends/*", "runtime/executors/triton.py", "kernels/gpu/*")
+
+
+def comparisons(source: str) -> Iterator[str]:
+    """Places where a device or processor is compared with a text."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+            names = {getattr(operand, "attr", getattr(operand, "id", "")) for operand in operands}
+            texts = [operand for operand in operands if isinstance(operand, ast.Constant)]
+            if names & DEVICE_NAMES and any(isinstance(text.value, str) for text in texts):
+                yield ast.unparse(node)
+
+
+def test_no_device_is_known_by_name_outside_its_backend() -> None:
+    wrong = []
+    for path in python_files(*SOURCE_FOLDERS):
+        if not any(path.match(pattern) for pattern in OWN):
+            wrong += [f"{path}: {text}" for text in comparisons((ROOT / path).read_text())]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("text", ['x.device == "cpu"', 'device != "cpu"', '"gpu" == kind.device.processor'])
+def test_the_search_finds_a_comparison(text: str) -> None:
+    assert list(comparisons(text)) and not list(comparisons("kind == device"))
+
+
+def test_every_file_of_the_folder_is_a_device_of_its_name() -> None:
+    files = {path.stem for path in Path(ROOT / "runtime/backends").glob("*.py")}
+    assert set(backends()) == files - {"registry", "programs", "triton"} and DEFAULT_BACKEND in backends()
+    for name, backend in backends().items():
+        assert backend.name == name and backend_of(name) is backend
+        assert backend.process_group in ("gloo", "nccl")
+
+
+def test_devices_are_known_without_their_libraries() -> None:
+    code = (
+        "import sys; from flexspec.runtime.backends.registry import backends; backends(); "
+        "print([name for name in ('torch', 'triton', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(RequestError, match="device='abacus'; expected one of cpu, cuda, interpret"):
+        backend_of("abacus")
+    with pytest.raises(SystemExit):
+        build_parser("serve").parse_args(["serve", "x.fspec", "--device", "abacus"])
