@@ -34,6 +34,7 @@ class PartRecord:
     max_positions: int
     feature_columns: int
     reads_features: int
+    parameters: int
     parameter_bytes: int
     keep_ids: tuple[int, ...] | None
     weights: tuple[tuple[str, str], ...]
@@ -57,7 +58,8 @@ class ModelRecord:
 
     name: str
     source_hash: str
-    dtype: str
+    dtype: str  # of activations and KV caches
+    weight_format: str  # in which weight matrices are stored
     bos_id: int | None
     eos_ids: tuple[int, ...]
     special_tokens: Mapping[str, str]
@@ -78,6 +80,7 @@ def record_from_json(body: object) -> ModelRecord:
         name=_text(table, "name"),
         source_hash=_text(table, "source_hash"),
         dtype=_text(table, "dtype"),
+        weight_format=_text(table, "weight_format"),
         bos_id=None if table.get("bos_id") is None else _count(table, "bos_id"),
         eos_ids=_counts(table, "eos_ids"),
         special_tokens={name: _text(table["special_tokens"], name) for name in _table(table.get("special_tokens"), "")},

@@ -74,7 +74,7 @@ def _head(problem: Problem) -> str:
         f"{problem.llm.name}{ssms} on {machine.name} ({machine.devices} device{'s' if machine.devices > 1 else ''}, "
         f"{machine.nodes} node{'s' if machine.nodes > 1 else ''})\n"
         f"{load if problem.requests > 1 else 'one request'} of {problem.context_tokens} tokens; "
-        f"{problem.llm.dtype.value}; {goal}\n"
+        f"{problem.llm.precision}; {goal}\n"
     )
 
 

@@ -187,7 +187,8 @@ def _cut(kind: TensorType, dim: int | str | None, axis: Axis) -> State:
         return State(dim)
     extent = kind.dims[dim]
     assert isinstance(extent, int), "price() refused symbolic dims"
-    axis.root().extents.add(extent)
+    last = dim == len(kind.dims) - 1  # blocks of a stored weight lie along its rows
+    axis.see(extent, kind.format.block_elements if kind.format and last else 1)
     return State(dim, axis)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd, lcm
 from typing import TYPE_CHECKING
 
 from flexspec.errors import PartitionError, WeightError
@@ -54,6 +55,7 @@ class Axis:
     def __init__(self, label: str) -> None:
         self.label = label
         self.extents: set[int] = set()
+        self.blocks: dict[int, int] = {}  # by extent: it may be cut only between blocks of so many entries
         self.covers: Axis | None = None
         self.covered_by: list[Axis] = []
         self.must_tile = False  # a sum or a join over it would count a shared part twice
@@ -64,6 +66,12 @@ class Axis:
         while axis._same is not None:
             axis = axis._same
         return axis
+
+    def see(self, extent: int, block: int = 1) -> None:
+        """The axis runs along a dim of this size, which is cut between blocks of ``block`` entries."""
+        axis = self.root()
+        axis.extents.add(extent)
+        axis.blocks[extent] = lcm(block, axis.blocks.get(extent, 1))
 
     def unite(self, other: Axis) -> None:
         """From now on both are one axis. Raises PartitionError when one covers the other."""
@@ -78,6 +86,8 @@ class Axis:
                 "cut the graph before the passes that fuse its operators",
             )
         mine.extents |= theirs.extents
+        for extent, block in theirs.blocks.items():
+            mine.see(extent, block)
         mine.covered_by += theirs.covered_by
         mine.covers = mine.covers or theirs.covers
         mine.must_tile |= theirs.must_tile
@@ -96,7 +106,10 @@ class Axis:
         theirs.covered_by.append(mine)
 
     def units(self) -> int:
-        """The least extent: what cannot be cut further. Raises PartitionError when another is not a multiple of it."""
+        """What cannot be cut further: entries of the least extent, or as many of them as make whole blocks.
+
+        Raises PartitionError when another extent is not a multiple of the least.
+        """
         axis = self.root()
         least = min(axis.extents)
         odd = [extent for extent in sorted(axis.extents) if extent % least]
@@ -106,7 +119,15 @@ class Axis:
                 "sizes that are multiples of one another",
                 "correct the model's sizes, or plan this stage with one rank",
             )
-        return least
+        # A cut between blocks of a dim that is n times as long lies between every block / gcd(block, n) entries.
+        step = lcm(*(block // gcd(block, extent // least) for extent, block in axis.blocks.items()))
+        return least if step == 1 else axis._units_of_blocks(least, step)
+
+    def _units_of_blocks(self, least: int, step: int) -> int:
+        """As many units as ``step`` allows such that one never holds parts of two kv heads' queries."""
+        groups = min((covering.root().units() for covering in self.covered_by), default=1)
+        counts = (least // size for size in range(step, least + 1, step) if least % size == 0)
+        return next(count for count in counts if count % groups == 0 or groups % count == 0)
 
     def ranges(self, degree: int) -> tuple[Range, ...]:
         """The units of each rank. Raises PartitionError when there are fewer units than ranks."""

@@ -17,22 +17,30 @@ from flexspec.errors import ModelConfigError
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model
 from flexspec.ops.experts import expected_experts
-from flexspec.types import DType
+from flexspec.types import DType, WeightFormat
 
 EXPECTED = "a config.json, a Hugging Face folder or a .gguf file"
 
 
-def open_profile(path: Path, dtype: DType, degrees: Sequence[int] = (1,), *, ssm: bool = False) -> ModelProfile:
+def open_profile(
+    path: Path,
+    dtype: DType,
+    degrees: Sequence[int] = (1,),
+    *,
+    ssm: bool = False,
+    weights: WeightFormat | None = None,
+) -> ModelProfile:
     """Price basis of a model. Raises the loaders' errors (ModelFileError, ModelConfigError)."""
+    profile = partial(profile_model, degrees=degrees, ssm=ssm, weights=weights)
     file = path / "config.json" if path.is_dir() else path
     if file.suffix != ".json":
         model = open_model(path, EXPECTED)
-        return profile_model(path.stem, model.config, dtype, build_model, degrees=degrees, ssm=ssm)
+        return profile(path.stem, model.config, dtype, build_model)
     settings = Settings(read_json_object(file, "a Hugging Face config.json"), file)
     name = path.resolve().name if path.is_dir() else path.stem
     if OPT in settings.strings("architectures"):
         config = opt_config(settings)
-        return profile_model(name, config, dtype, build_opt, degrees=degrees, ssm=ssm, note=OPT_NOTE)
+        return profile(name, config, dtype, build_opt, note=OPT_NOTE)
     config, architecture = read_config(settings, file)
     build = build_model
     if architecture == FUSED_STATE:
@@ -40,8 +48,8 @@ def open_profile(path: Path, dtype: DType, degrees: Sequence[int] = (1,), *, ssm
             raise ModelConfigError(f"{file} is an SSM of architecture {FUSED_STATE}", "an LLM", "pass it with --ssm")
         fused = fused_state(settings, config)
         build = partial(build_model, **fused.build_options)
-        return replace(profile_model(name, config, dtype, build, degrees=degrees, ssm=ssm), taps=fused.tap_layers)
-    return profile_model(name, config, dtype, build, degrees=degrees, ssm=ssm, note=_experts_note(config))
+        return replace(profile(name, config, dtype, build), taps=fused.tap_layers)
+    return profile(name, config, dtype, build, note=_experts_note(config))
 
 
 def _experts_note(config: ModelConfig) -> str:

@@ -18,7 +18,8 @@ from flexspec.errors import PartitionError, PlanError
 from flexspec.graph import Graph, Node, as_int
 from flexspec.models.config import ModelConfig
 from flexspec.ops.record import Attrs, Collective, OpRecord, record_of
-from flexspec.types import PAGE_TOKENS, DType, Role, TensorType
+from flexspec.retype import store_weights
+from flexspec.types import PAGE_TOKENS, DType, Role, TensorType, WeightFormat
 
 Sizes = dict[str, int]
 UNITS = ("front", "block", "back")  # before the blocks, one block, after the blocks
@@ -79,11 +80,17 @@ class ModelProfile:
 
     name: str
     config: ModelConfig
-    dtype: DType
+    dtype: DType  # of activations and KV caches
     ranks: Mapping[int, RankProfile]
     refused: Mapping[int, str]
     note: str = ""
     taps: tuple[int, ...] = ()  # of an SSM: layers of the LLM whose states it reads
+    weights: WeightFormat | None = None  # how its matrices are stored; None: as numbers of dtype
+
+    @property
+    def precision(self) -> str:
+        """What it computes in and, if that is something else, how its weights are stored."""
+        return f"{self.dtype.value}, weights {self.weights.name}" if self.weights else self.dtype.value
 
     @property
     def blocks(self) -> int:
@@ -119,10 +126,12 @@ def profile_model(
     degrees: Sequence[int] = (1,),
     ssm: bool = False,
     note: str = "",
+    weights: WeightFormat | None = None,
 ) -> ModelProfile:
     """Cut and lower the model for each degree; those the partition pass refuses are left out with its reason.
 
-    Raises PlanError for a model whose blocks differ, PartitionError for one that has none.
+    ``weights``: how matrices are stored; None: as numbers of ``dtype``. Raises PlanError for a model whose blocks
+    differ, PartitionError for one that has none, GraphError for matrices that the format cannot store.
     """
     if config.dense_layers:
         raise PlanError(
@@ -131,6 +140,7 @@ def profile_model(
             "write the plan of this model by hand",
         )
     graph = build(replace(config, layers=2), dtype)
+    graph = graph if weights is None else store_weights(graph, weights)
     passes = SSM_PASSES if ssm else LLM_PASSES
     ranks: dict[int, RankProfile] = {}
     refused: dict[int, str] = {}
@@ -141,7 +151,7 @@ def profile_model(
             if degree == 1:
                 raise
             refused[degree] = f"{error.found}: needs {error.expected}"
-    return ModelProfile(name, config, dtype, ranks, refused, note)
+    return ModelProfile(name, config, dtype, ranks, refused, note, weights=weights)
 
 
 def step_sizes(rows: int, requests: int, context_tokens: int, page_tokens: int = PAGE_TOKENS) -> Sizes:

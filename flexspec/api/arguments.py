@@ -1,4 +1,4 @@
-"""What several functions of the Python face take: paths, one or several, and dtypes by name."""
+"""What several functions of the Python face take: paths, one or several, dtypes and weight formats by name."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexspec.errors import CompileError
-from flexspec.types import DType
+from flexspec.types import DType, WeightFormat
+from flexspec.weight_formats.registry import weight_formats
 
 AnyPath = str | os.PathLike[str]
 AnyPaths = AnyPath | Sequence[AnyPath]
-_DTYPES = (DType.BF16, DType.F32)  # of weights and KV cache
+_DTYPES = (DType.BF16, DType.F32)  # of activations and KV cache
 
 
 def listed(paths: AnyPaths) -> list[Path]:
@@ -25,3 +26,10 @@ def read_dtype(dtype: str | DType) -> DType:
     if found is None:
         raise CompileError(f"dtype {dtype}", f"one of {', '.join(known.value for known in _DTYPES)}", "choose one")
     return found
+
+
+def read_weights(weights: str | None) -> WeightFormat | None:
+    """A weight format by its name; None is that of the dtype. Raises CompileError for an unknown one."""
+    if weights is not None and weights not in weight_formats():
+        raise CompileError(f"weights {weights}", f"one of {', '.join(weight_formats())}", "choose one")
+    return None if weights is None else weight_formats()[weights]

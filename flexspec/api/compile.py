@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flexspec.api.arguments import AnyPath, AnyPaths, listed, read_dtype
+from flexspec.api.arguments import AnyPath, AnyPaths, listed, read_dtype, read_weights
 from flexspec.api.plan import FoundPlan
 from flexspec.compiler.artifact.plan import Plan
 from flexspec.compiler.planner.plan_file import read_plan
@@ -44,6 +44,7 @@ def compile(
     ssm: AnyPaths = (),
     plan: FoundPlan | Plan | AnyPath | None = None,
     dtype: str | DType = DType.BF16,
+    weights: str | None = None,
     targets: str | Sequence[str] = (),
     isas: str | Sequence[str] | None = None,
     draft: str | None = None,
@@ -54,11 +55,12 @@ def compile(
 ) -> CompiledArtifact:
     """Compile ``model`` (a .gguf file or a Hugging Face folder) with its SSMs and write the artifact ``out``.
 
-    ``plan``: of several ranks, from ``flexspec.plan`` or a file. ``dtype``: of weights and KV cache, bf16 or f32.
-    ``targets``: GPUs to compile kernels for too (sm_90, gfx942, ...). ``isas``: CPU instruction sets; all of this
-    machine's kind if left out, "none" for an artifact of ``targets`` alone. ``draft``: the draft plan that the artifact
-    stores, in place of the plan's or the default. ``max_tree``: largest token tree of the GPU kernels. ``dump_ir``: a
-    folder for the graph after every pass. ``command``: the words that the artifact records as how to rebuild it.
+    ``plan``: of several ranks, from ``flexspec.plan`` or a file. ``dtype``: of activations and KV cache, bf16 or f32.
+    ``weights``: the format in which matrices are stored (f16, ...), numbers of ``dtype`` if left out. ``targets``:
+    GPUs to compile kernels for too (sm_90, gfx942, ...). ``isas``: CPU instruction sets; all of this machine's kind if
+    left out, "none" for an artifact of ``targets`` alone. ``draft``: the draft plan that the artifact stores, in place
+    of the plan's or the default. ``max_tree``: largest token tree of the GPU kernels. ``dump_ir``: a folder for the
+    graph after every pass. ``command``: the words that the artifact records as how to rebuild it.
 
     Raises the loaders' errors (ModelFileError, ModelConfigError, WeightError, TokenizerError), CompileError for options
     that do not exist, ToolchainError without a C++ compiler, PlanError, and RequestError for a bad draft plan.
@@ -82,6 +84,7 @@ def compile(
         max_tree_tokens=max_tree,
         dump_ir=None if dump_ir is None else Path(dump_ir),
         plan=ranks,
+        weights=read_weights(weights),
     )
     words = command or _command(model, ssms, out, plan, options, draft)
     path, rows = compile_model(Path(model), ssms, Path(out), options, argv=words, progress=progress)
@@ -111,6 +114,7 @@ def _command(
 ) -> list[str]:
     """The words of ``flexspec compile`` that do the same. A plan that has no file yet is called plan.json."""
     words = ["flexspec", "compile", os.fspath(model), "-o", os.fspath(out), "--dtype", options.dtype.value]
+    words += ["--weights", options.weights.name] if options.weights else []
     for ssm in ssms:
         words += ["--ssm", str(ssm)]
     if plan is not None:

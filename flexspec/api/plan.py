@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexspec.api.arguments import AnyPath, AnyPaths, listed, read_dtype
+from flexspec.api.arguments import AnyPath, AnyPaths, listed, read_dtype, read_weights
 from flexspec.compiler.artifact.plan import Plan
 from flexspec.compiler.pages.draw_plan import plan_svg
 from flexspec.compiler.pages.plan_page import plan_json, plan_page
@@ -61,6 +61,7 @@ def plan(
     objective: str = "latency",
     limit_ms: float | None = None,
     dtype: str | DType = DType.BF16,
+    weights: str | None = None,
     degrees: Sequence[int] = (),
     prove: bool = False,
 ) -> FoundPlan:
@@ -68,14 +69,14 @@ def plan(
 
     ``machine`` and ``acceptance`` are files or names of ones that ship; a shipped acceptance profile is found by the
     SSM's name. ``requests``: most at the same time, each of ``context`` tokens. ``objective``: latency, throughput, or
-    goodput with ``limit_ms`` a token. ``degrees``: TP degrees to try (powers of two if empty). ``prove`` checks the
-    answer with separate code.
+    goodput with ``limit_ms`` a token. ``dtype`` and ``weights`` as ``flexspec.compile`` has them. ``degrees``: TP
+    degrees to try (powers of two if empty). ``prove`` checks the answer with separate code.
 
     Raises PlanError when nothing fits or options contradict each other, MachineError, ProfileError, and the loaders'.
     """
     problem, profile = open_problem(
         model, machine=machine, ssm=ssm, acceptance=acceptance, requests=requests, context=context,
-        objective=objective, limit_ms=limit_ms, dtype=dtype, degrees=degrees,
+        objective=objective, limit_ms=limit_ms, dtype=dtype, weights=weights, degrees=degrees,
     )  # fmt: skip
     found = search(problem)
     certificate = check_proof(problem, found[0]) if prove else None
@@ -103,6 +104,7 @@ def open_problem(
     objective: str = "latency",
     limit_ms: float | None = None,
     dtype: str | DType = DType.BF16,
+    weights: str | None = None,
     degrees: Sequence[int] = (),
     times_only: bool = False,
 ) -> tuple[Problem, AcceptanceProfile | None]:
@@ -111,10 +113,10 @@ def open_problem(
     ``times_only``: an SSM without a profile is fine, since what a round takes does not depend on the tokens it brings.
     """
     limit_us = _limit_us(objective, limit_ms)
-    opened, kind = open_machine(os.fspath(machine)), read_dtype(dtype)
+    opened, kind, stored = open_machine(os.fspath(machine)), read_dtype(dtype), read_weights(weights)
     widths = tuple(sorted(set(degrees))) or powers_of_two(max(node.devices for node in opened.kinds))
-    llm = open_profile(Path(model), kind, widths)
-    ssms = tuple(open_profile(path, kind, ssm=True) for path in listed(ssm))
+    llm = open_profile(Path(model), kind, widths, weights=stored)
+    ssms = tuple(open_profile(path, kind, ssm=True, weights=stored) for path in listed(ssm))
     check_same_vocabulary(llm.config, ssms)
     profile = None
     if acceptance:

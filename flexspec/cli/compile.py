@@ -14,6 +14,7 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from flexspec.cli.dtype_options import add_dtype_options
     from flexspec.cli.running import draft_plans_help
 
     parser.epilog = f"{draft_plans_help()}\n{EPILOG}"
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="a plan of several ranks, from flexspec plan -o or TOML by hand: adds each rank's program and weights",
     )
-    parser.add_argument("--dtype", choices=("bf16", "f32"), default="bf16", help="weights and KV cache (default bf16)")
+    add_dtype_options(parser)
     parser.add_argument(
         "--target",
         action="append",
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
             ssm=args.ssm,
             plan=args.plan,
             dtype=args.dtype,
+            weights=args.weights,
             targets=_split(args.target),
             isas=_split(args.isa) or None,
             draft=args.draft,

@@ -33,6 +33,8 @@ _HEAD_BYTES = 1 << 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from flexspec.cli.dtype_options import add_dtype_options
+
     parser.epilog = EPILOG
     parser.add_argument("what", type=Path, metavar="X", help="an artifact, a model or a graph file")
     parser.add_argument("--emit", choices=EMITTED, help="print a graph in this form instead of the page")
@@ -44,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--canonical", action="store_true", help="the graph as built (default for a model)")
     form.add_argument("--lowered", action="store_true", help="the graph after all passes (what an artifact holds)")
-    parser.add_argument("--dtype", choices=("bf16", "f32"), help="dtype of a model's graph (default bf16)")
+    add_dtype_options(parser, default=None)
     parser.add_argument(
         "--partition", type=Path, metavar="PLAN.json", help="cut a model as a plan says: a page of its ranks"
     )
@@ -113,7 +115,7 @@ def _page(args: argparse.Namespace) -> str:
     form = "lowered" if args.lowered else "canonical"
     if is_artifact(args.what):
         artifact = _open(args.what)
-        if args.model or args.canonical or args.dtype:
+        if args.model or args.canonical or args.dtype or args.weights:
             page = pages.part_page(artifact, args.model or "llm", _artifact_graph(artifact, args))
         else:
             page = pages.artifact_page(artifact)
@@ -130,14 +132,22 @@ def _graph(args: argparse.Namespace) -> Graph:
     if is_artifact(args.what):
         return _artifact_graph(_open(args.what), args)
     if is_graph(args.what):
-        if args.dtype:
-            raise CompileError(f"--dtype {args.dtype} of a graph", "the dtypes it is written with", "leave --dtype out")
+        for option, given in (("--dtype", args.dtype), ("--weights", args.weights)):
+            if given:
+                raise CompileError(
+                    f"{option} {given} of a graph", "the types it is written with", f"leave {option} out"
+                )
         return _lower(_read_graph(args.what), args)
     return _lower(_canonical(_open_model(args.what), args), args)
 
 
 def _artifact_graph(artifact: OpenedArtifact, args: argparse.Namespace) -> Graph:
-    for option, given in (("--canonical", args.canonical), (f"--dtype {args.dtype}", args.dtype)):
+    refused = (
+        ("--canonical", args.canonical),
+        (f"--dtype {args.dtype}", args.dtype),
+        (f"--weights {args.weights}", args.weights),
+    )
+    for option, given in refused:
         if given:
             raise ArtifactError(
                 f"{option} of {artifact.name}",
@@ -163,10 +173,14 @@ def _open_model(path: Path) -> LoadedModel:
 
 
 def _canonical(model: LoadedModel, args: argparse.Namespace) -> Graph:
+    from flexspec.api.arguments import read_dtype, read_weights
+    from flexspec.cli.dtype_options import DEFAULT_DTYPE
     from flexspec.models.registry import build_model
-    from flexspec.types import DType
+    from flexspec.retype import store_weights
 
-    return build_model(model.config, DType(args.dtype or "bf16"), **model.build_options)
+    graph = build_model(model.config, read_dtype(args.dtype or DEFAULT_DTYPE), **model.build_options)
+    weights = read_weights(args.weights)
+    return graph if weights is None else store_weights(graph, weights)
 
 
 def _lower(graph: Graph, args: argparse.Namespace) -> Graph:

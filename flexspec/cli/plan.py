@@ -25,6 +25,8 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from flexspec.cli.dtype_options import add_dtype_options
+
     parser.epilog = EPILOG
     parser.add_argument("model", type=Path, nargs="?", help="a config.json, a Hugging Face folder or a .gguf file")
     parser.add_argument("--ssm", type=Path, action="append", default=[], help="an SSM, likewise; may be repeated")
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="least ms a token (default), most tokens/s, or most tokens/s within --limit-ms",
     )
     parser.add_argument("--limit-ms", type=float, help="most ms a token of a request, for goodput")
-    parser.add_argument("--dtype", choices=("bf16", "f32"), default="bf16", help="weights and KV cache (default bf16)")
+    add_dtype_options(parser)
     parser.add_argument("--degrees", help="TP degrees to try, as in 1,2,3 (default: powers of two up to a node)")
     parser.add_argument("--prove", action="store_true", help="check the answer with separate code")
     parser.add_argument("--pareto", action="store_true", help="print all plans that trade ms a token for tokens/s")
@@ -108,7 +110,18 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.model is None:
         raise PlanError("no model", "a config.json, a Hugging Face folder or a .gguf file", "name one")
-    names = ("model", "machine", "ssm", "acceptance", "requests", "context", "objective", "limit_ms", "dtype")
+    names = (
+        "model",
+        "machine",
+        "ssm",
+        "acceptance",
+        "requests",
+        "context",
+        "objective",
+        "limit_ms",
+        "dtype",
+        "weights",
+    )
     return {**{name: getattr(args, name) for name in names}, "degrees": _degrees(args.degrees)}
 
 

@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+def format_names() -> tuple[str, ...]:
+    """Names of all formats, which are those of the other files here; imports none of them."""
+    import flexspec.weight_formats as package
+
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.name != "registry"))
+
+
 @cache
 def weight_formats() -> Mapping[str, WeightFormat]:
     """Every format by name: the ``FORMAT`` of each other file here."""
-    import flexspec.weight_formats as package
-
-    files = [module.name for module in pkgutil.iter_modules(package.__path__) if module.name != "registry"]
-    formats = [importlib.import_module(f"{package.__name__}.{file}").FORMAT for file in files]
-    table = {each.name: each for each in sorted(formats, key=lambda each: each.name)}
-    assert len(table) == len(formats), f"a weight format is declared twice: {[each.name for each in formats]}"
+    table = {name: importlib.import_module(f"flexspec.weight_formats.{name}").FORMAT for name in format_names()}
+    assert all(name == stored.name for name, stored in table.items()), "a file is called as its format"
     return table
 
 

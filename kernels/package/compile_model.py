@@ -32,7 +32,7 @@ from flexspec.kernels.package.ranks import add_ranks
 from flexspec.kernels.package.record import model_record
 from flexspec.kernels.package.weight_store import WeightStore
 from flexspec.text import print_graph
-from flexspec.types import DType
+from flexspec.types import DType, WeightFormat
 
 Progress = Callable[[str, int, int], None]  # (what, done, of)
 
@@ -48,6 +48,7 @@ class CompileOptions:
     max_tree_tokens: int = 64
     dump_ir: Path | None = None
     plan: Plan | None = None  # of several ranks; None is one rank
+    weights: WeightFormat | None = None  # how weight matrices are stored; None: as numbers of ``dtype``
 
     @property
     def cpu_isas(self) -> tuple[str, ...]:
@@ -84,7 +85,7 @@ def compile_model(
     plan = options.plan or single_rank(llm.config.layers, len(ssms), options.draft)
     if options.plan is not None:
         check_runnable(plan, llm.config.layers, len(ssms))
-    parts = build_parts(llm, llm_path, ssms, ssm_paths, options.dtype, options.dump_ir)
+    parts = build_parts(llm, llm_path, ssms, ssm_paths, options.dtype, options.weights, options.dump_ir)
     with ArtifactWriter(out) as writer:
         cpu, weights, packed = CpuPackage(writer, options.cpu_isas), WeightStore(writer), {}
         for done, part in enumerate(parts):
@@ -100,7 +101,7 @@ def compile_model(
         _add_tables(writer, parts, ssm_paths)
         writer.add_json(layout.CHECKS, cpu.digests)
         writer.add_json(layout.PLAN, plan.to_json())
-        writer.add_json(layout.MODELS, model_record(parts, options.dtype, packed, gpu).to_json())
+        writer.add_json(layout.MODELS, model_record(parts, options.dtype, options.weights, packed, gpu).to_json())
         path = writer.finish(argv=argv, targets=options.targets, tools=_tools(options))
     return path, rows
 

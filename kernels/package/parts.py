@@ -21,7 +21,8 @@ from flexspec.graph import Graph
 from flexspec.kernels.cpu.pack import GetWeight
 from flexspec.models.fused_state import graft_fuse_head
 from flexspec.models.registry import build_model, expected_weights
-from flexspec.types import DType
+from flexspec.retype import store_weights
+from flexspec.types import DType, WeightFormat
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _FUSE = "fuse."  # names of the fuse head's weights in the LLM's graph
@@ -44,9 +45,14 @@ def build_parts(
     ssms: Sequence[LoadedModel],
     ssm_paths: Sequence[Path],
     dtype: DType,
+    weights: WeightFormat | None,
     dump_ir: Path | None,
 ) -> list[Part]:
-    """The LLM, then the SSMs. Raises PassError, ModelConfigError, and WeightError for checkpoints without a weight."""
+    """The LLM, then the SSMs, their matrices stored as ``weights`` says (None: as numbers of ``dtype``).
+
+    Raises PassError, ModelConfigError, WeightError for checkpoints without a weight, and GraphError for matrices that
+    the format cannot store.
+    """
     fused = next((ssm for ssm in ssms if ssm.fused is not None), None)
     plain = build_model(llm.config, dtype)
     check_weights(llm.weights, expected_weights(plain), llm_path)
@@ -55,7 +61,7 @@ def build_parts(
     if fused is not None and fused.fused is not None:
         graph = graft_fuse_head(build_model(llm.config, dtype, taps=fused.fused.tap_layers))
         get = _with_fuse_head(llm.weights.get, fused.weights.get)
-    parts = [_part(LLM, llm, graph, get, dump_ir)]
+    parts = [_part(LLM, llm, graph, get, weights, dump_ir)]
     for number, (ssm, path) in enumerate(zip(ssms, ssm_paths, strict=True), 1):
         name = "ssm" if number == 1 else f"ssm{number}"
         ssm_graph = build_model(ssm.config, dtype, **ssm.build_options, name=name)
@@ -66,11 +72,14 @@ def build_parts(
             wanted |= {weight: shape for weight, shape in expected_weights(graph).items() if weight.startswith(_FUSE)}
             get = _with_lent_rows(ssm.weights.get, llm, ssm.fused)
         check_weights(ssm.weights, wanted, path)
-        parts.append(_part(name, ssm, ssm_graph, get, dump_ir))
+        parts.append(_part(name, ssm, ssm_graph, get, weights, dump_ir))
     return parts
 
 
-def _part(name: str, model: LoadedModel, graph: Graph, get: GetWeight, dump_ir: Path | None) -> Part:
+def _part(
+    name: str, model: LoadedModel, graph: Graph, get: GetWeight, weights: WeightFormat | None, dump_ir: Path | None
+) -> Part:
+    graph = graph if weights is None else store_weights(graph, weights)
     dump = dump_ir / name if dump_ir else None
     return Part(name, model, graph, run_passes(graph, LLM_PASSES if name == LLM else SSM_PASSES, dump), get)
 

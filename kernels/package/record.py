@@ -8,11 +8,16 @@ from flexspec.compiler.artifact.model_record import GpuRecord, ModelRecord, Part
 from flexspec.kernels.package.parts import Part
 from flexspec.kernels.package.weight_store import Place
 from flexspec.step_sizes import step_sizes
-from flexspec.types import DType, Role
+from flexspec.types import DType, Role, WeightFormat
+from flexspec.weight_formats.registry import plain_format
 
 
 def model_record(
-    parts: Sequence[Part], dtype: DType, packed: Mapping[str, tuple[Place, ...]], gpu: GpuRecord | None
+    parts: Sequence[Part],
+    dtype: DType,
+    weights: WeightFormat | None,
+    packed: Mapping[str, tuple[Place, ...]],
+    gpu: GpuRecord | None,
 ) -> ModelRecord:
     """``packed``: by part, where the weights of its CPU program lie; empty without one."""
     llm = parts[0].model
@@ -20,6 +25,7 @@ def model_record(
         name=llm.name,
         source_hash=llm.source_hash,
         dtype=dtype.value,
+        weight_format=(weights or plain_format(dtype)).name,
         bos_id=llm.config.bos_id,
         eos_ids=tuple(llm.config.eos_ids),
         special_tokens=dict(llm.special_tokens),
@@ -44,6 +50,7 @@ def _part_record(part: Part, packed: tuple[Place, ...]) -> PartRecord:
         max_positions=config.max_positions,
         feature_columns=sizes.feature_columns,
         reads_features=sizes.reads_features,
+        parameters=sum(value.type.elements({}) for value in part.graph.inputs_of(Role.WEIGHT)),
         parameter_bytes=sum(value.type.bytes({}) for value in part.graph.inputs_of(Role.WEIGHT)),
         keep_ids=None if keep is None else tuple(int(token) for token in keep),
         weights=packed,

@@ -41,7 +41,7 @@ from flexspec.runtime.distributed.processes import RankProcesses, RanksFailed, s
 from flexspec.runtime.measure.plan_process import PlanProcess, times_file
 from flexspec.runtime.measure.round_runs import MeasuredRound, RoundRequest
 from flexspec.runtime.measure.stamps import RankTimes, Steps, complete, draft_lines, quartile_mean, verify_lines
-from flexspec.types import DType
+from flexspec.types import DType, WeightFormat
 
 Progress = Callable[[str, int, int], None]
 _ENDS_WITHIN_S = 60
@@ -54,6 +54,7 @@ class Models:
     llm: Path
     ssms: tuple[Path, ...]
     dtype: DType
+    weights: WeightFormat | None = None  # how matrices are stored; None: in dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,9 @@ def _groups(
         ssms = models.ssms if drafts else ()
         plan = Plan(stages, ((0,),) * len(ssms), DraftLadder.of(DraftPlan("off")), "hand")
         several = sum(stage.degree for stage in stages) > 1
-        options = CompileOptions(models.dtype, isas=supported_isas()[:1], plan=plan if several else None)
+        options = CompileOptions(
+            models.dtype, isas=supported_isas()[:1], plan=plan if several else None, weights=models.weights
+        )
         path, _ = compile_model(
             models.llm, ssms, folder / f"{number}{layout.SUFFIX}", options, argv=["flexspec", "plan", "--compare"]
         )

@@ -39,13 +39,13 @@ def lowered(name: str) -> Graph:
 def part(name: str) -> PartRecord:
     weights = build_model(CONFIG, DType.BF16).inputs_of(Role.WEIGHT)
     size = sum(value.type.bytes({}) for value in weights)
-    return PartRecord(name, "llama", "ab" * 32, 2, 4, 2, 8, 40, 40, 64, 0, 0, size, None, (("w", "0"),))
+    return PartRecord(name, "llama", "ab" * 32, 2, 4, 2, 8, 40, 40, 64, 0, 0, size // 2, size, None, (("w", "0"),))
 
 
 @pytest.fixture
 def artifact(tmp_path: Path) -> Path:
     """An artifact with everything that a page reads, and no kernel that runs."""
-    record = ModelRecord("Tiny", "cd" * 32, "bf16", 1, (2,), {}, (part("llm"), part("ssm")))
+    record = ModelRecord("Tiny", "cd" * 32, "bf16", "bf16", 1, (2,), {}, (part("llm"), part("ssm")))
     with ArtifactWriter(tmp_path / "tiny.fspec") as writer:
         for name in ("llm", "ssm"):
             writer.add_bytes(f"graph/{name}.fsg", print_graph(lowered(name)).encode())
@@ -107,11 +107,12 @@ def test_page_of_one_model_of_an_artifact(artifact: Path, capsys: pytest.Capture
 def test_options_that_would_change_nothing_are_refused(
     artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for option in ("--canonical", "--dtype=f32"):
+    for option in ("--canonical", "--dtype=f32", "--weights=f16"):
         assert "lowered" in refusal(capsys, artifact, option)
     graph = tmp_path / "graph.fsg"
     graph.write_text(print_graph(build_model(CONFIG, DType.BF16)))
     assert "--dtype f32 of a graph" in refusal(capsys, graph, "--dtype=f32")
+    assert "--weights f16 of a graph" in refusal(capsys, graph, "--weights=f16")
     assert "--model drafter" in refusal(capsys, graph, "--model=drafter")
 
 
@@ -138,6 +139,8 @@ def test_models_give_canonical_and_lowered_graphs(tmp_path: Path, capsys: pytest
     low = parse_graph(inspect(capsys, path, "--emit=text", "--lowered", "--dtype=f32"))
     assert {node.op for node in low.nodes} >= {"linear_group", "linear_swiglu", "linear_add"}
     assert low.inputs[-1].type.dtype is DType.F32
+    stored = parse_graph(inspect(capsys, path, "--emit=text", "--weights=f16"))
+    assert stored.types()["embed_tokens.weight"].stored == "f16" and stored.hash() != canonical.hash()
     page = inspect(capsys, path)
     assert canonical.hash() in page and "format" in page and "2 x 19 nodes" in page
     assert json.loads(inspect(capsys, path, "--json"))["graph"]["form"] == "canonical"
@@ -185,7 +188,7 @@ def test_refusals_are_typed(artifact: Path, tmp_path: Path, capsys: pytest.Captu
 def test_parts_of_an_unknown_form_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, body: object
 ) -> None:
-    record = ModelRecord("Tiny", "cd" * 32, "bf16", 1, (2,), {}, (part("llm"),))
+    record = ModelRecord("Tiny", "cd" * 32, "bf16", "bf16", 1, (2,), {}, (part("llm"),))
     with ArtifactWriter(tmp_path / "odd.fspec") as writer:
         parts = {
             "model.json": record.to_json(),

@@ -48,6 +48,11 @@ def test_page_is_frozen(capsys: pytest.CaptureFixture[str]) -> None:
     assert out == GOLDEN.read_text()
 
 
+def test_stored_weights_stand_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--dtype", "f32", "--weights", "f16")
+    assert code == 0 and "f32, weights f16; least time per token" in out
+
+
 @pytest.mark.parametrize("place", ["own", "all"])
 def test_drafting_elsewhere_costs_a_message_each_way(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, place: str

@@ -34,12 +34,13 @@ def artifact_page(artifact: OpenedArtifact) -> Page:
             "format_version": manifest.format_version,
             "flexspec_version": manifest.flexspec_version,
             "dtype": record.dtype,
+            "weights": record.weight_format,
             "targets": list(manifest.targets),
             "tools": [f"{name}: {version}" for name, version in sorted(manifest.tools.items())],
             "rebuild": manifest.rebuild,
             "bytes": sum(sizes.values()),
         },
-        "models": [_part_row(part, record.dtype) for part in record.models],
+        "models": [_part_row(part) for part in record.models],
         "plan": {
             "origin": plan.origin,
             "stages": [
@@ -59,9 +60,7 @@ def artifact_page(artifact: OpenedArtifact) -> Page:
     return {name: section for name, section in page.items() if section}
 
 
-def _part_row(part: PartRecord, dtype: str) -> dict[str, Any]:
-    from flexspec.types import DType
-
+def _part_row(part: PartRecord) -> dict[str, Any]:
     return {
         "model": part.name,
         "family": part.family,
@@ -72,7 +71,7 @@ def _part_row(part: PartRecord, dtype: str) -> dict[str, Any]:
         "vocab": part.vocab_size,
         "outputs": part.outputs,
         "context_tokens": part.max_positions,
-        "parameters": part.parameter_bytes // DType(dtype).size_bytes,
+        "parameters": part.parameters,
         "parameter_bytes": part.parameter_bytes,
         "canonical_hash": part.graph_hash[:16],
     }
@@ -86,7 +85,7 @@ def part_page(artifact: OpenedArtifact, name: str, graph: Graph) -> Page:
     part = next((part for part in record.models if part.name == name), None)
     if part is None:
         raise _odd(artifact, layout.MODELS, f"an entry for {name}")
-    model = _part_row(part, record.dtype) | {"canonical_hash": part.graph_hash}  # the table cuts it
+    model = _part_row(part) | {"canonical_hash": part.graph_hash}  # the table cuts it
     return {"model": model, **graph_page(graph, "lowered")}
 
 

@@ -20,7 +20,6 @@ def compare(args: argparse.Namespace, problem: Problem) -> int:
     from flexspec.errors import PlanError
     from flexspec.runtime.measure.run_plans import Effort, Models, run_trials
     from flexspec.runtime.measure.trials import check_trials, trials_of_files, trials_of_machine
-    from flexspec.types import DType
 
     turns = TURNS if args.turns is None else args.turns
     if not 1 <= turns <= 1000:
@@ -28,15 +27,16 @@ def compare(args: argparse.Namespace, problem: Problem) -> int:
     trials = trials_of_files(problem, args.compare) if args.compare else trials_of_machine(problem)
     check_trials(problem, trials, (args.model, *args.ssm))
     effort = Effort(turns=turns)
-    models = Models(args.model, tuple(args.ssm), DType(args.dtype))
+    models = Models(args.model, tuple(args.ssm), problem.llm.dtype, problem.llm.weights)
     with progress_bars() as progress:
         outcomes = run_trials(problem, models, trials, effort, progress)
     if args.json:
         print(json.dumps(compare_json(outcomes), indent=1))
         return 0
     today = datetime.date.today().isoformat()
+    llm = problem.llm
     about = (
-        f"{problem.llm.name} on {problem.machine.name}, {args.dtype}, context {problem.context_tokens}, {today}: "
+        f"{llm.name} on {problem.machine.name}, {llm.precision}, context {problem.context_tokens}, {today}: "
         f"{effort.turns} turns of {effort.rounds} rounds each, around their lower quartile"
     )
     sys.stdout.write(compare_page(outcomes, about))

@@ -113,6 +113,12 @@ def variant_of(node: Node, types: Mapping[str, TensorType], max_tree_tokens: int
     """The variant that serves an attention node. Raises CompileError when none does."""
     q, k_cache = types[node.inputs[0]], types[node.inputs[3]]
     mode = "incremental" if dict(node.attrs).get("mode") == "incremental" else "tree_verify"
+    if k_cache.dtype is not q.dtype:
+        raise CompileError(
+            f"attention of {q.dtype.value} over a cache of {k_cache.dtype.value}",
+            "caches of the activations' dtype, all that the kernel reads",
+            "build the graph with one dtype for both",
+        )
     heads, kv_heads, head_dim = as_int(q.dims[1]), as_int(k_cache.dims[2]), as_int(q.dims[2])
     return AttentionShape(mode, heads, kv_heads, head_dim, q.dtype, max_tree_tokens).variant()
 

@@ -36,6 +36,7 @@ from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model
 from flexspec.text import parse_graph, print_graph
 from flexspec.types import PAGE_TOKENS, DType
+from flexspec.weight_formats.registry import weight_formats
 from repository import ROOT
 
 EXAMPLES = ROOT / "examples" / "configs"
@@ -61,6 +62,22 @@ def test_a_block_at_memory_speed() -> None:
     assert whole == pytest.approx(404.8, rel=0.01)  # 202.4e6 weights of two bytes at 1e12 bytes/s
     half = unit_us(device, link, DType.BF16, profile.ranks[2].calls["block"], sizes, 2)
     assert half == pytest.approx(whole / 2 + 2 * 10.0, rel=0.01)
+
+
+def test_stored_weights_are_counted_and_read_as_they_are_stored() -> None:
+    """float32 activations over float16 matrices: half the bytes of weights, in memory and in time, at any degree."""
+    wide, half = (
+        open_profile(EXAMPLES / "llama-7b.json", DType.F32, (2,), weights=weights)
+        for weights in (None, weight_formats()["f16"])
+    )
+    vectors = 4 * 4096 * (2 * 32 + 1)
+    assert half.weight_bytes() - vectors == (wide.weight_bytes() - vectors) // 2
+    device, link = make_device(bandwidth=1e12, flops=1e15, launch_us=0.0), make_link(alpha_us=10.0, bandwidth=1e15)
+    sizes = step_sizes(1, 1, 32)
+    for degree, reduces in ((1, 0.0), (2, 2 * 10.0)):
+        times = [unit_us(device, link, DType.F32, m.ranks[degree].calls["block"], sizes, degree) for m in (wide, half)]
+        assert times[1] - reduces == pytest.approx((times[0] - reduces) / 2, rel=0.01)
+        assert half.ranks[degree].kv_bytes_per_token == wide.ranks[degree].kv_bytes_per_token
 
 
 def test_experts_are_priced_by_those_that_are_touched() -> None:

@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from artifacts import changed_json, write_models
+import tiny_models
+from artifacts import VOCAB, changed_json, write_models
+from gguf.constants import GGMLQuantizationType
 
 from benchmarks import gpu_serve
 from flexspec.cli.main import main
@@ -19,6 +21,7 @@ from flexspec.kernels.package.compile_model import CompileOptions, compile_model
 from flexspec.runtime.open.engine import open_engine
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.types import DType
+from flexspec.weight_formats.registry import weight_formats
 
 BEST = supported_isas()[0]
 
@@ -79,6 +82,26 @@ def test_equal_weights_are_stored_once(tmp_path: Path) -> None:
     first, second = opened.record.models
     assert first.weights == second.weights and layout.packed_weights("ssm") not in opened.files.names()
     open_engine(path, ServeOptions(threads=1, kv_tokens=256, measure=False)).close()
+
+
+@pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
+def test_a_float16_checkpoint_stays_float16(tmp_path: Path, dtype: DType) -> None:
+    """Half the bytes of float32 beside the bits of a program that was given them expanded."""
+    weights = tiny_models.random_weights(VOCAB)
+    kinds = {name: GGMLQuantizationType.F16 for name, array in weights.items() if array.ndim > 1}
+    llm = tiny_models.write_gguf(tmp_path / "tiny.gguf", weights, types=kinds)
+    opened = []
+    for stored in (None, weight_formats()["f16"]):
+        options = CompileOptions(dtype, isas=(BEST,), weights=stored)
+        out = tmp_path / f"{stored.name if stored else 'plain'}.fspec"
+        path, _ = compile_model(llm, [], out, options, argv=["flexspec"])
+        opened.append(OpenedArtifact.at(path))
+    plain, half = opened
+    assert (plain.record.weight_format, half.record.weight_format) == (dtype.value, "f16")
+    assert plain.digests == half.digests
+    sizes = [part.parameter_bytes / part.parameters for part in (plain.record.models[0], half.record.models[0])]
+    assert sizes == pytest.approx([dtype.size_bytes, 2], rel=0.05) and plain.record.dtype == half.record.dtype
+    assert half.graph("llm").types()["embed_tokens.weight"].stored == "f16"
 
 
 def test_sizes_that_are_not_the_graphs_are_refused(gpu_only: Path, tmp_path: Path) -> None:

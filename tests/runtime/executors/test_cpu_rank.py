@@ -19,12 +19,14 @@ from flexspec.kernels.cpu.exchange import split_logits
 from flexspec.kernels.cpu.render import render
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model
+from flexspec.retype import store_weights
 from flexspec.runtime.executors.cpu import CpuExecutor
 from flexspec.runtime.executors.pages import pack_rows
 from flexspec.runtime.executors.step import Executor, StepBatch
 from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.runtime.reference.threads import CpuRanks
-from flexspec.types import DType
+from flexspec.types import DType, Role
+from flexspec.weight_formats.registry import stored_values, weight_formats
 
 PAGES, ROWS = 5, 48
 CONFIG = tiny_config(
@@ -140,3 +142,18 @@ def test_a_rank_alone_is_refused_and_a_missing_one_is_no_hang() -> None:
     with pytest.raises(EngineError, match="one rank's program alone"):
         last.step(steps()[0], want_logits=True)
     last.close()
+
+
+def test_ranks_store_weights_in_another_format() -> None:
+    """Rows and columns of float16 tiles, and a share of the vocabulary: the bits of weights expanded before."""
+    plain = model(EVEN, DType.BF16)
+    graph = store_weights(plain, weight_formats()["f16"])
+    weights = random_weights(graph, scale=0.1)
+    expanded = {v.name: stored_values(v.name, v.type, weights[v.name]) for v in graph.inputs_of(Role.WEIGHT)}
+    found = []
+    for each, values in ((graph, weights), (plain, expanded)):
+        parts = lower_ranks(each, [Stage(0, 1, (0, 1))], LLM_PASSES)
+        ranks = CpuRanks(parts, values.__getitem__, pages=PAGES, max_rows=ROWS)
+        found.append(run_rounds(ranks))
+        ranks.close()
+    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
