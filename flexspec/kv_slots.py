@@ -6,6 +6,7 @@ and a server overruns its cache.
 
 from __future__ import annotations
 
+from flexspec.arithmetic import ceil_div
 from flexspec.types import PAGE_TOKENS
 
 STEP_ROWS = 256  # rows of a step, if its trees have no more: prompts are fed in pieces of so many
@@ -23,4 +24,4 @@ def longest_request(pages: int, tree_nodes: int) -> int:
 
 def pages_of(slots: int) -> int:
     """Whole pages that hold these slots."""
-    return -(-slots // PAGE_TOKENS)
+    return ceil_div(slots, PAGE_TOKENS)

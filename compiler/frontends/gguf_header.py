@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from flexspec.arithmetic import ceil_div
 from flexspec.compiler.frontends.files import check_file
 from flexspec.errors import ModelFileError
 
@@ -174,7 +175,7 @@ class _Parser:
         self, entries: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int]], alignment: int
     ) -> dict[str, GgufTensor]:
         """Sizes and absolute offsets, held against the file's size and each other."""
-        data_start = -(-self.position // alignment) * alignment
+        data_start = ceil_div(self.position, alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, relative in entries:
             if name in tensors:

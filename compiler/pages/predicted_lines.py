@@ -1,6 +1,6 @@
 """Predicted against measured: the lines of a round that a cost model prices and a run measures, and how they agree.
 
-A round is told by lines, (part, what) -> microseconds: operator classes of each stage, hops between, drafting,
+A round is a set of lines, (part, what) -> microseconds: operator classes of each stage, hops between, drafting,
 messages, the host. ``predicted_lines`` makes those of the cost model; its sum is the latency of rounds.py. What was
 measured has the same lines (runtime/measure/stamps.py). Nothing here runs anything.
 """

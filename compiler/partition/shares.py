@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import gcd, lcm
 from typing import TYPE_CHECKING
 
+from flexspec.arithmetic import ceil_div
 from flexspec.errors import PartitionError, WeightError
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class Axis:
         if axis.covers is not None:
             whole = axis.covers.root()
             return tuple(
-                (first * units // whole.units(), -(-end * units // whole.units()))
+                (first * units // whole.units(), ceil_div(end * units, whole.units()))
                 for first, end in whole.ranges(degree)
             )
         if units < degree:

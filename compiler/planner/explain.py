@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from flexspec.arithmetic import ceil_div
 from flexspec.compiler.planner.plan_choice import ladder, uniform_plans
 from flexspec.compiler.planner.search import Candidate, pareto_front, search
 from flexspec.compiler.prices.memory import rank_bytes
@@ -76,7 +77,7 @@ def _why_not(problem: Problem, best: Candidate, degree: int, plans: list[Candida
         found, limit = f"{fastest.per_token_us / 1e3:.2f} ms a token at best", f"{problem.limit_us / 1e3:g}"
         return f"misses the limit: {found}, of {limit} ({describe(problem, fastest)}, {fastest.batch} at once)"
     count = sum(kind.devices // degree * kind.count for kind in problem.machine.kinds)
-    blocks = -(-problem.llm.blocks // max(1, min(count, problem.llm.blocks)))
+    blocks = ceil_div(problem.llm.blocks, max(1, min(count, problem.llm.blocks)))
     kind = max(problem.machine.kinds, key=lambda each: each.device.memory_bytes.effective)
     parts = rank_bytes(problem.llm, degree, blocks, problem.workload, kind.device, first=True, last=count == 1)
     return (

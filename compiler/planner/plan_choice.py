@@ -116,8 +116,8 @@ def make_plan(
     devices = list(dict.fromkeys(devices))
     rank = {device: i for i, device in enumerate(devices)}
     stages, first = [], 0
-    for cut, held in zip(found.cuts, layout.stages, strict=True):
-        stages.append(Stage(first, first + cut.blocks, tuple(rank[device] for device in held)))
+    for cut, stage_devices in zip(found.cuts, layout.stages, strict=True):
+        stages.append(Stage(first, first + cut.blocks, tuple(rank[device] for device in stage_devices)))
         first += cut.blocks
     rungs = rungs or ladder(problem, found.place, found.cuts)
     return Plan(

@@ -127,10 +127,10 @@ def _plan_of(hand: HandPlan, ssms: int, draft: DraftPlan) -> Plan:
     """Devices become ranks in the order in which the stages name them, then those of SSMs."""
     stages: list[Stage] = []
     devices: list[int] = []
-    for blocks, held in hand.stages:
+    for blocks, stage_devices in hand.stages:
         first = stages[-1].end_block if stages else 0
-        stages.append(Stage(first, first + blocks, tuple(range(len(devices), len(devices) + len(held)))))
-        devices += held
+        stages.append(Stage(first, first + blocks, tuple(range(len(devices), len(devices) + len(stage_devices)))))
+        devices += stage_devices
     place = hand.place or (FirstStage() if ssms else NoSsm())
     separate = range(len(devices), len(devices) + len(hand.ssm_devices))
     ssm_ranks = place.assign(

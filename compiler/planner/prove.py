@@ -244,7 +244,7 @@ def _add(nodes: tuple[int, ...], k: int) -> tuple[int, ...]:
 
 
 def prove(problem: Problem, incumbent_us: float, *, expansions: int = EXPANSIONS) -> Certificate:
-    """Check ``incumbent_us`` against the whole space: its least value is named, or bounded from below."""
+    """Check ``incumbent_us`` against the whole space: its least value, or a lower bound of it."""
     spaces = [_Space(problem, place) for place in problem.places()]
     plans = sum(space.count() for space in spaces)
     choices = sum(len(space.choices) for space in spaces)

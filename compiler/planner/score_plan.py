@@ -24,7 +24,7 @@ from flexspec.errors import PlanError
 
 
 def score_plan(problem: Problem, plan: HandPlan) -> Candidate:
-    """The plan's price. Raises PlanError for stages that cannot be, CapacityError with the bytes of a rank too full."""
+    """The plan's price. Raises PlanError for invalid stages, CapacityError for a rank that does not fit."""
     place, cuts = _place(problem, plan), stage_cuts(problem, plan)
     if place not in problem.places():
         room = ", ".join(dict.fromkeys(each.name for each in problem.places()))

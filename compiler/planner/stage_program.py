@@ -85,7 +85,7 @@ class StageProgram:
         return self.best + self.fixed_us, self._trace()
 
     def _dominated(self, nodes: tuple[int, ...], exits: dict[int, Vector]) -> bool:
-        """The same is had with one node less: whatever can follow can follow there too."""
+        """One node fewer gives the same or better, and allows whatever can follow: this set is dominated."""
         for k, count in enumerate(nodes):
             fewer = self.exits.get((*nodes[:k], count - 1, *nodes[k + 1 :])) if count else None
             if fewer and all(d in fewer and bool(np.all(fewer[d] <= vector)) for d, vector in exits.items()):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from flexspec.arithmetic import ceil_div
 from flexspec.compiler.artifact.plan import Stage
 from flexspec.compiler.partition.lower_ranks import lower_ranks
 from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES, Pass
@@ -156,8 +157,8 @@ def profile_model(
 
 def step_sizes(rows: int, requests: int, context_tokens: int, page_tokens: int = PAGE_TOKENS) -> Sizes:
     """The letters of a step of ``rows`` rows in all, every row with logits (tree verification)."""
-    each = -(-rows // requests)
-    pages, words = -(-(context_tokens + each) // page_tokens), -(-each // 64)
+    each = ceil_div(rows, requests)
+    pages, words = ceil_div(context_tokens + each, page_tokens), ceil_div(each, 64)
     return {
         "T": rows, "L": rows, "R": requests, "R1": requests + 1, "S": context_tokens, "B": pages,
         "P": pages * requests, "W": words,

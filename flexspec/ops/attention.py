@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from flexspec.arithmetic import ceil_div
 from flexspec.ops.checks import activation, extent, require, same_dtype
 from flexspec.ops.record import Attrs, KernelKey, OpRecord, TpLayout, register
 from flexspec.types import DType, Role, TensorType
@@ -62,7 +63,7 @@ def _cache(like: TensorType) -> TensorType:
 
 def _seen(sizes: dict[str, int]) -> int:
     """Keys that one request's rows look at: its committed context S and its share of the step's rows."""
-    return sizes["S"] + -(-sizes["T"] // sizes["R"])
+    return sizes["S"] + ceil_div(sizes["T"], sizes["R"])
 
 
 def _flops(ins: Sequence[TensorType], _outs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexspec.arithmetic import ceil_div
 from flexspec.graph import Node
 from flexspec.kernels.cpu.emitter import Emitter
 from flexspec.kernels.cpu.places import row_count, row_stride
@@ -35,7 +36,7 @@ def moe_experts(e: Emitter, index: int, node: Node) -> None:
     element_bytes = 2 if e.dtype is DType.BF16 else 4
     rows, source, weights = row_count(e.graph, x), e.read(x, elem=True), e.read(routing, elem=False)
     out = e.rows(e.allocate(node.outputs[0].name, elem=False))
-    numbers = e.arena.take(4 * (chosen + -(-(experts + 1) // _LEAST_ROWS)))
+    numbers = e.arena.take(4 * (chosen + ceil_div(experts + 1, _LEAST_ROWS)))
     taken = [numbers]
 
     def pairs(columns: int) -> str:

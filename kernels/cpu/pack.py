@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.arithmetic import ceil_div
 from flexspec.kernels.cpu.weight_formats.registry import TILE_K, TILE_N, cpu_format
 from flexspec.types import DType, WeightFormat
 from flexspec.weight_formats.registry import encode_weight
@@ -144,7 +145,7 @@ def _rows_alternating(rows: Sequence[int]) -> int:
 
 
 def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+    return ceil_div(n, multiple) * multiple
 
 
 KINDS: Mapping[str, Kind] = {

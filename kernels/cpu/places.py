@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flexspec.arithmetic import ceil_div
 from flexspec.errors import CompileError
 from flexspec.graph import Graph, Node
 from flexspec.ops.record import record_of
@@ -40,7 +41,7 @@ class Arena:
     padded: set[int] = field(default_factory=set)
 
     def take(self, row_bytes: int, *, padded: bool = False) -> int:
-        row_bytes = -(-row_bytes // 64) * 64
+        row_bytes = ceil_div(row_bytes, 64) * 64
         if not padded and self.free.get(row_bytes):
             return self.free[row_bytes].pop()
         self.row_bytes.append(row_bytes)
@@ -58,7 +59,7 @@ def row_stride(columns: int, element_bytes: int) -> int:
 
     Sixteen rows of a tile would otherwise fall into a few sets of the first cache level and push each other out.
     """
-    padded = -(-columns // 32) * 32
+    padded = ceil_div(columns, 32) * 32
     lines = padded * element_bytes // 64
     return padded if lines % 2 else padded + 64 // element_bytes
 

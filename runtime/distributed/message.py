@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.arithmetic import ceil_div
 from flexspec.errors import EngineError
 from flexspec.runtime.executors.room import Room
 from flexspec.runtime.executors.step import StepBatch
@@ -70,7 +71,7 @@ def check_header(header: Header, room: Room) -> tuple[int, int]:
     rows, requests, table, words, logits, flags = sizes
     fits = min(sizes) >= 0 and magic == _MAGIC
     is_step = fits and kind == STEP and 0 < requests <= rows <= room.max_rows and logits <= rows
-    if is_step and 0 < table <= room.pages and 0 < words <= -(-room.max_rows // 64) and flags <= 3:
+    if is_step and 0 < table <= room.pages and 0 < words <= ceil_div(room.max_rows, 64) and flags <= 3:
         return kind, _step_bytes(rows, requests, table, words, logits)
     if fits and kind == MOVE and rows <= room.max_rows:
         return kind, 8 * rows

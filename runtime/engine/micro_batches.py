@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from flexspec.arithmetic import ceil_div
 from flexspec.compiler.artifact.plan import MOST_MICRO_BATCHES
 from flexspec.runtime.engine.round import Round
 from flexspec.runtime.engine.scheduler import Running
@@ -45,7 +46,7 @@ class MicroBatches:
         requests = self._requests()
         active = self._active(requests)
         idle = [each for each in self._all if each.round is None]
-        share = -(-requests // active)
+        share = ceil_div(requests, active)
         for each in idle:
             most = share if each in self._all[:active] else 0
             while len(each.members) > most:

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.arithmetic import ceil_div
 from flexspec.compiler.artifact.model_record import LLM
 from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.compiler.prices.fit_machine import StepFit, fit_device, fit_link, fit_operator, graph_calls
@@ -224,7 +225,7 @@ def time_steps(executors: Sequence[Executor], clock: Clock = time.perf_counter) 
 
 
 def _chain(rows: int, context_tokens: int = _CONTEXT_TOKENS) -> StepBatch:
-    pages = list(range(-(-(context_tokens + rows) // PAGE_TOKENS)))
+    pages = list(range(ceil_div(context_tokens + rows, PAGE_TOKENS)))
     bits = [(1 << (i + 1)) - 1 for i in range(rows)] if rows > 1 else None
     positions = list(range(context_tokens, context_tokens + rows))
     return pack_rows([RowGroup([1] * rows, positions, context_tokens, pages, range(rows), bits)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flexspec.arithmetic import ceil_div
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.model_record import LLM, PartRecord
 from flexspec.compiler.artifact.opened import OpenedArtifact
@@ -57,7 +58,7 @@ def ssm_pages(options: ServeOptions, ranks: Sequence[int], context: int) -> int:
     """KV pages of an SSM on each of its ranks: their share of the requests, and room for the longest one."""
     if len(ranks) == 1:
         return options.pages
-    return min(options.pages, max(-(-options.pages // len(ranks)), 2 * (pages_of(context) + 1)))
+    return min(options.pages, max(ceil_div(options.pages, len(ranks)), 2 * (pages_of(context) + 1)))
 
 
 def check_room(artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions, ranks: Sequence[int] = ()) -> None:

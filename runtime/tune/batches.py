@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flexspec.arithmetic import ceil_div
 from flexspec.runtime.tune.config import TrainConfig
 from flexspec.runtime.tune.corpus import Conversation
 
@@ -42,7 +43,7 @@ class SubVocabulary:
 
 def padded_length(tokens: int) -> int:
     """The length that a sequence of ``tokens`` is padded to."""
-    return next((length for length in _LENGTHS if length >= tokens), -(-tokens // 256) * 256)
+    return next((length for length in _LENGTHS if length >= tokens), ceil_div(tokens, 256) * 256)
 
 
 def plan_batches(lengths: Sequence[int], config: TrainConfig) -> list[NDArray[np.int64]]:

@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.arithmetic import ceil_div
 from flexspec.errors import CapacityError
 from flexspec.runtime.executors.step import Executor, StepBatch, StepResult
 from flexspec.runtime.tune.config import GenerateConfig
@@ -149,7 +150,7 @@ class Generator:
                     write_shard(self._folder, shard, sorted(finished.pop(shard), key=lambda c: c.index))
 
     def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // PAGE_TOKENS)
+        return ceil_div(tokens, PAGE_TOKENS)
 
     def _sequence(self, index: int, plan: PromptPlan, ids: list[int], room: int) -> _Sequence:
         pages = [self._free.pop() for _ in range(self._pages_for(len(ids) + room))]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from flexspec.arithmetic import ceil_div
 from flexspec.compiler.artifact.ngram_table import build_table
 from flexspec.compiler.frontends.open_model import LoadedModel, open_model
 from flexspec.ops.rope import rope_tables
@@ -38,7 +39,7 @@ _MAX_ROWS = 256
 def open_llm(model: LoadedModel, config: TuneConfig) -> Executor:
     """The LLM's CPU program with a KV pool for the whole batch at half the longest conversation's length."""
     g = config.generate
-    pages = -(-(g.max_prompt_tokens + g.max_answer_tokens) // PAGE_TOKENS)
+    pages = ceil_div(g.max_prompt_tokens + g.max_answer_tokens, PAGE_TOKENS)
     return open_executor(
         model, config.tap_layers, pages=pages * (2 + g.batch // 2), max_rows=max(_MAX_ROWS, g.batch),
         threads=config.train.threads,

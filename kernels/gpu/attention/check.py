@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.arithmetic import ceil_div
 from flexspec.kernels.gpu.attention.launch import row_tiles, step_tables, tree_attention
 from flexspec.kernels.gpu.attention.variant import AttentionVariant
 from flexspec.kernels.gpu.family import Kernels
@@ -113,7 +114,7 @@ def make_inputs(case: Case, seed: int, device: str) -> StepInputs:
 
     rng = np.random.default_rng(seed)
     lengths = [request.context + request.tokens for request in case.requests]
-    width = -(-max(lengths) // PAGE_TOKENS)
+    width = ceil_div(max(lengths), PAGE_TOKENS)
     pages = width * len(lengths) + 2
     table = rng.permutation(pages)[: width * len(lengths)].reshape(len(lengths), width).astype(np.int32)
     used = np.zeros(pages * PAGE_TOKENS, bool)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.arithmetic import ceil_div
 from flexspec.graph import Attr
 from flexspec.kernels.gpu.attention.variant import MERGE_ROWS, AttentionVariant
 from flexspec.kernels.gpu.family import Kernels, KernelsOf, KernelStep
@@ -73,7 +74,7 @@ def step_tables(
     return StepTables(
         move(page_table_RB, np.int32), move(starts_R1, np.int32), move(contexts_R, np.int32), move(causal_R, np.int32),
         move(words, np.int64), move(row_tiles(starts_R1, variant.tokens_per_tile, pad_tiles_to), np.int32),
-        -(-longest // split_keys), split_keys,
+        ceil_div(longest, split_keys), split_keys,
     )  # fmt: skip
 
 
@@ -114,7 +115,7 @@ def tree_attention(
         ),
     )  # fmt: skip
     if splits > 1:
-        grid = (-(-rows * heads // MERGE_ROWS), 1, 1)
+        grid = (ceil_div(rows * heads, MERGE_ROWS), 1, 1)
         kernels.launch("merge", grid, (partial, partial_lse, out, rows * heads, splits))
     return out
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from flexspec.arithmetic import ceil_div
 from flexspec.errors import CompileError
 from flexspec.graph import Node, as_int
 from flexspec.kernels.gpu.family import TRITON_DTYPES, Entry
@@ -104,7 +105,7 @@ class AttentionShape:
                 "check heads and kv_heads of the model and the TP degree",
             )  # fmt: skip
         group = self.heads // self.kv_heads
-        words = max(1, -(-self.max_tree_tokens // 64))
+        words = max(1, ceil_div(self.max_tree_tokens, 64))
         tile = row_tile_for(self.mode, self.dtype, group, self.max_tree_tokens)
         return AttentionVariant(self.mode, self.head_dim, group, words, self.dtype, tile)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from flexspec.arithmetic import ceil_div
 from flexspec.errors import CompileError
 from flexspec.graph import Attr, Node
 from flexspec.kernels.expression import record_expression
@@ -149,7 +150,7 @@ def launch(kernels: Kernels, operands: Sequence[torch.Tensor]) -> torch.Tensor:
 
     operands = [_aligned(operand) for operand in operands]
     out = torch.empty_like(operands[0])
-    grid = (-(-out.numel() // kernels.config.block), 1, 1)
+    grid = (ceil_div(out.numel(), kernels.config.block), 1, 1)
     if out.numel():
         kernels.launch("rowwise", grid, (*operands, out, out.numel()))
     return out
