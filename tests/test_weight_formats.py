@@ -62,13 +62,15 @@ def _every_number(stored: WeightFormat) -> np.ndarray[tuple[int, ...], np.dtype[
 
 
 @FORMATS
-def test_a_dtype_is_exact_where_the_record_says_so_and_nowhere_else(stored: WeightFormat) -> None:
+def test_a_dtype_is_exact_where_the_record_says_so(stored: WeightFormat) -> None:
     import torch
 
     numbers = torch.from_numpy(_every_number(stored))
     torch_dtypes = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}
-    exact = tuple(d for d, t in torch_dtypes.items() if torch.equal(numbers.to(t).float(), numbers))
-    assert exact == tuple(d for d in torch_dtypes if d in stored.exact)
+    exact = {d for d, t in torch_dtypes.items() if torch.equal(numbers.to(t).float(), numbers)}
+    assert exact >= set(stored.exact)
+    if stored.dtype is not None:  # all numbers were tried, not a sample, and there is no other exact dtype
+        assert exact == set(stored.exact)
 
 
 def test_bfloat16_rounds_to_nearest_even() -> None:
