@@ -80,7 +80,7 @@ def main() -> None:
 
     rate, texts = measure(args.artifact, args.draft, args.tokens, args.together, open_once)
     spent = kept[0].spent
-    per = [1e3 * s / spent.steps for s in (spent.tell_s, spent.shard_s, spent.wait_s)]
+    per = [1e3 * s / spent.steps for s in (spent.broadcast_s, spent.shard_s, spent.wait_s)]
     print(
         f"draft {args.draft}, {args.together} together: one rank {base:.1f} tokens/s, ranks {rate:.1f}, ratio "
         f"{rate / base:.3f}; a step of rank 0: tell {per[0]:.2f} ms, shard and exchanges {per[1]:.2f} ms, wait for "

@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.runtime.acceptance.noise import Decisions, RoundNoise
-from flexspec.runtime.acceptance.transforms import target_law
+from flexspec.runtime.acceptance.transforms import LawV, target_law
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree
 
-LawV = NDArray[np.float64]
 LawOf = Callable[[int], LawV]  # node -> target law of the token after it
 Method = Literal["match", "mss", "traversal"]
 

@@ -14,9 +14,9 @@ from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-LawV = NDArray[np.float64]
+from flexspec.runtime.acceptance.transforms import LawV
+
 _MASK64 = (1 << 64) - 1
 _BLOCK = 256
 

@@ -18,30 +18,12 @@ from flexspec.errors import EngineError
 from flexspec.sampling import SamplingParams
 
 LogitsV = NDArray[np.float32]
-LawV = NDArray[np.float64]
+LawV = NDArray[np.float64]  # a law over the vocabulary: float64 [V] that sums to 1
 Mask = NDArray[np.bool_]
 
 
 def target_law(logits_V: LogitsV, params: SamplingParams) -> LawV:
     """Law [V] of the next token after all transforms; sums to 1. Raises EngineError for logits that are no numbers."""
-    law_V = np.zeros(logits_V.shape, np.float64)
-    _fill(law_V, logits_V, params)
-    return law_V
-
-
-def target_laws(logits_TV: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float64]:
-    """Laws [T, V] of T rows, each bit-equal to ``target_law`` of that row.
-
-    Rows are done one by one: a row of a real vocabulary is longer than any gain from doing several at once, and stays
-    in the cache. Acceptance wants only the rows it visits and calls ``target_law``; this is for tables and drafts.
-    """
-    laws_TV = np.zeros(logits_TV.shape, np.float64)
-    for law_V, logits_V in zip(laws_TV, logits_TV, strict=True):
-        _fill(law_V, logits_V, params)
-    return laws_TV
-
-
-def _fill(law_V: LawV, logits_V: LogitsV, params: SamplingParams) -> None:
     assert logits_V.dtype == np.float32 and logits_V.ndim == 1, "logits are float32 rows; float64 rows are laws"
     top = float(logits_V.max())  # NaN wins a max, so this one number tells all three faults
     if not np.isfinite(top):
@@ -49,9 +31,10 @@ def _fill(law_V: LawV, logits_V: LogitsV, params: SamplingParams) -> None:
             f"logits whose maximum is {top}", "finite numbers, or -inf for banned tokens",
             "check the model's weights, then compile the artifact again",
         )  # fmt: skip
+    law_V = np.zeros(logits_V.shape, np.float64)
     if params.greedy:
         law_V[int(logits_V.argmax())] = 1.0
-        return
+        return law_V
     if 0 < params.top_k < len(logits_V):
         ids = np.flatnonzero(logits_V >= _kth_largest(logits_V, params.top_k))
         few = np.empty(len(ids), np.float64)
@@ -59,6 +42,7 @@ def _fill(law_V: LawV, logits_V: LogitsV, params: SamplingParams) -> None:
         law_V[ids] = few
     else:
         _fill_filtered(law_V, logits_V, top, params)
+    return law_V
 
 
 def _kth_largest(logits_V: LogitsV, k: int) -> np.float32:

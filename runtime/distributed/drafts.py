@@ -1,7 +1,7 @@
-"""Drafting on other ranks: what rank 0 tells an SSM's rank, the trees that come back, and both ends of it.
+"""Drafting on other ranks: what rank 0 sends to an SSM's rank, the trees that come back, and both ends of it.
 
-A message holds what happened to requests since the last one (begun, committed, ended), in order, and the wishes of a
-round; the answer holds their trees. An SSM's contexts, pages and steps are its rank's own: nothing of them travels.
+A message holds what happened to requests since the last one (begun, committed, ended), in order, and the draft requests
+of a round; the answer holds their trees. An SSM's contexts, pages and steps are its rank's own: none travel.
 Bodies are JSON, then raw arrays (features, laws), so that nothing is pickled and floats keep their bits.
 """
 
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from flexspec.draft_plan import DraftPlan
 from flexspec.errors import EngineError
+from flexspec.runtime.distributed.message import Bytes
 from flexspec.runtime.drafters.base import DraftRequest, ModelDrafter
 from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.sampling import LAW_FIELDS, SamplingParams
 from flexspec.tree import TokenTree
 
-Bytes = NDArray[np.uint8]
 _GREEDY = SamplingParams()
 _LENGTH_BYTES = 8
 
@@ -39,7 +39,7 @@ class Post(Protocol):
 
 
 class _Mailbox:
-    """Another rank's place for requests: what happens to them is kept until the next wish, and told with it."""
+    """Another rank's place for requests: what happens to them is sent along with the next draft request."""
 
     def __init__(self, post: Post, *, reads_features: bool) -> None:
         self.post = post
@@ -48,46 +48,48 @@ class _Mailbox:
         self._arrays: list[NDArray[np.float32]] = []
 
     def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
-        self._tell(["begin", request_id, list(prompt_ids)])
+        self._record(["begin", request_id, list(prompt_ids)])
 
     def observe_prompt(self, request_id: int, start: int, features_KE: NDArray[np.float32] | None) -> None:
         if self._reads_features:
-            self._tell(["prompt", request_id, start], features_KE)
+            self._record(["prompt", request_id, start], features_KE)
 
     def observe(self, request_id: int, committed: Sequence[int], features_KE: NDArray[np.float32] | None) -> None:
         tokens = [int(token) for token in committed]
-        self._tell(["observe", request_id, tokens], features_KE if self._reads_features else None)
+        self._record(["observe", request_id, tokens], features_KE if self._reads_features else None)
 
     def end(self, request_id: int) -> None:
-        self._tell(["end", request_id])
+        self._record(["end", request_id])
 
-    def send(self, name: str, plan: DraftPlan, wishes: Sequence[DraftRequest]) -> None:
-        asked = [_wish(plan, each) for each in wishes]
-        self.post.send(encode({"ssm": name, "events": self._events, "plan": str(plan), "wishes": asked}, self._arrays))
+    def send(self, name: str, plan: DraftPlan, requests: Sequence[DraftRequest]) -> None:
+        asked = [_encode_request(plan, request) for request in requests]
+        self.post.send(
+            encode({"ssm": name, "events": self._events, "plan": str(plan), "requests": asked}, self._arrays)
+        )
         self._events, self._arrays = [], []
 
-    def _tell(self, event: list[Any], features_KE: NDArray[np.float32] | None = None) -> None:
+    def _record(self, event: list[Any], features_KE: NDArray[np.float32] | None = None) -> None:
         self._events.append([*event, list(features_KE.shape) if features_KE is not None else None])
         if features_KE is not None:
             self._arrays.append(np.array(features_KE, np.float32))  # a copy: the step reuses its buffer
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A draft under way. ``seconds``: this process's time in it so far."""
+class _DraftUnderWay:
+    """A draft that was started and not finished."""
 
     plan: DraftPlan
     requests: list[DraftRequest]
     boxes: list[_Mailbox]
     here: list[DraftRequest]  # those that this process's own drafter has
-    seconds: float
+    seconds: float  # of this process, in it so far
 
 
 class RemoteDrafter:
     """Rank 0's end for one SSM: a DistantDrafter. Each request belongs to one of the SSM's ranks, the least busy one.
 
     ``own`` drafts for the requests of this process, if it is one of the SSM's ranks. Raises EngineError when a rank is
-    gone or answers what cannot be.
+    gone or its answer is invalid.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class RemoteDrafter:
         self._places: list[ModelDrafter | _Mailbox] = [*([own] if own is not None else []), *self._boxes]
         self._at: dict[int, ModelDrafter | _Mailbox] = {}  # where each request is drafted for
         self._plan: DraftPlan | None = None
-        self._asked: deque[_Asked] = deque()
+        self._asked: deque[_DraftUnderWay] = deque()
         self._clock = clock
 
     def use(self, plan: DraftPlan) -> None:
@@ -138,12 +140,12 @@ class RemoteDrafter:
         assert self._plan is not None, "use() comes first"
         began = self._clock()
         shares = [(box, [each for each in requests if self._at.get(each.request_id) is box]) for box in self._boxes]
-        shares = [(box, wishes) for box, wishes in shares if wishes]
-        for box, wishes in shares:
-            box.send(self.name, self._plan, wishes)
+        shares = [(box, share) for box, share in shares if share]
+        for box, share in shares:
+            box.send(self.name, self._plan, share)
         here = [each for each in requests if self._own is not None and self._at.get(each.request_id) is self._own]
         boxes = [box for box, _ in shares]
-        self._asked.append(_Asked(self._plan, list(requests), boxes, here, self._clock() - began))
+        self._asked.append(_DraftUnderWay(self._plan, list(requests), boxes, here, self._clock() - began))
 
     def finish(self) -> list[TokenTree]:
         """The trees of the oldest draft. Requests that ended meanwhile get a root-only tree, if any."""
@@ -167,7 +169,7 @@ class DraftHost:
         self._drafters = {drafter.name: drafter for drafter in drafters}
 
     def answer(self, body: Bytes) -> Bytes:
-        """The trees that a message asks for. Raises EngineError for one that cannot be."""
+        """The trees that a message asks for. Raises EngineError for an invalid one."""
         try:
             head, array = decode(body)
             drafter = self._drafters[head["ssm"]]
@@ -176,13 +178,13 @@ class DraftHost:
                 features = array(np.float32, *shape) if shape is not None else None
                 _apply(drafter, kind, request_id, rest, features)
             drafter.use(DraftPlan.parse(head["plan"]))
-            wishes = [
+            requests = [
                 DraftRequest(ident, last, nodes, depth, SamplingParams(**params) if params else _GREEDY)
-                for ident, last, nodes, depth, params in head["wishes"]
+                for ident, last, nodes, depth, params in head["requests"]
             ]
         except (KeyError, TypeError, ValueError) as error:
             raise _garbled(error) from None
-        return encode_trees([wish.request_id for wish in wishes], drafter.propose(wishes))
+        return encode_trees([request.request_id for request in requests], drafter.propose(requests))
 
 
 def _apply(
@@ -201,7 +203,7 @@ def _apply(
             raise ValueError(f"an event {kind!r}")
 
 
-def _wish(plan: DraftPlan, request: DraftRequest) -> list[Any]:
+def _encode_request(plan: DraftPlan, request: DraftRequest) -> list[Any]:
     """What shapes a law travels only where nodes are drawn by it."""
     params = {name: getattr(request.params, name) for name in LAW_FIELDS} if plan.sampled == "mixed" else None
     return [request.request_id, request.last_token, request.max_nodes, request.max_depth, params]
@@ -209,16 +211,16 @@ def _wish(plan: DraftPlan, request: DraftRequest) -> list[Any]:
 
 def encode_trees(ids: Sequence[int], trees: Sequence[TokenTree]) -> Bytes:
     """Trees of requests; drawn nodes with their laws, float64 [V]."""
-    told = [
+    rows = [
         [ident, list(map(int, tree.tokens)), list(tree.parents), list(map(float, tree.scores)), sorted(tree.laws)]
         for ident, tree in zip(ids, trees, strict=True)
     ]
     laws = [tree.laws[node] for tree in trees for node in sorted(tree.laws)]
-    return encode({"trees": told, "vocab": len(laws[0]) if laws else 0}, laws)
+    return encode({"trees": rows, "vocab": len(laws[0]) if laws else 0}, laws)
 
 
 def decode_trees(body: Bytes, source: str) -> dict[int, TokenTree]:
-    """Request id -> tree. Raises EngineError for an answer that cannot be."""
+    """Request id -> tree. Raises EngineError for an invalid answer."""
     try:
         head, array = decode(body)
         return {
@@ -260,5 +262,5 @@ def decode(body: Bytes) -> tuple[dict[str, Any], Callable[..., NDArray[Any]]]:
 def _garbled(error: Exception) -> EngineError:
     return EngineError(
         f"a draft message that cannot be read ({error!r})", "one as runtime/distributed/drafts.py writes it",
-        "report this fault: ranks read each other wrongly",
+        "protocol mismatch between ranks; please report it",
     )  # fmt: skip

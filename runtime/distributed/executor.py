@@ -1,4 +1,4 @@
-"""A plan of several ranks as one more Executor: rank 0 tells each step, all ranks run their shard, results come back.
+"""A plan of several ranks as one more Executor: rank 0 broadcasts a step, all run their shards, results come back.
 
 ``DistributedExecutor`` is rank 0's, between the engine and its own shard; what the other ranks do is
 distributed/follow.py. Steps overlap: rank 0 runs its shard of one step and starts the next while later stages still
@@ -47,10 +47,10 @@ from flexspec.types import PAGE_TOKENS
 
 @dataclass(slots=True)
 class Spent:
-    """Where rank 0's time in steps went, in seconds: telling, its own shard with exchanges, waiting for results."""
+    """Where rank 0's time in steps went, in seconds: broadcasts, its own shard with exchanges, waiting for results."""
 
     steps: int = 0
-    tell_s: float = 0.0
+    broadcast_s: float = 0.0
     shard_s: float = 0.0
     wait_s: float = 0.0
 
@@ -99,19 +99,19 @@ class DistributedExecutor:
         return self.finish()
 
     def start(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> None:
-        """Tell a step and run this rank's part. Raises EngineError for sizes that do not fit, and for a lost rank."""
+        """Broadcast a step and run this rank's part. Raises EngineError for invalid sizes, and for a lost rank."""
         check_step(batch, self.max_rows, self.max_positions, self.vocab_size)
         began = time.perf_counter()
         with self._talking():
             self._tell(self._others, *encode_step(batch, want_logits, want_features))
-            told = time.perf_counter()
+            sent = time.perf_counter()
             awaited = self._expect(batch, want_logits, want_features) if self.returns_early else None
             own = self._shard.step(batch, want_logits=want_logits, want_features=want_features)
             assert (own is None) == (awaited is not None)
             self._awaited.append(awaited or _Awaited(own, []))  # type: ignore[arg-type]
         self.spent.steps += 1
-        self.spent.tell_s += told - began
-        self.spent.shard_s += time.perf_counter() - told
+        self.spent.broadcast_s += sent - began
+        self.spent.shard_s += time.perf_counter() - sent
 
     def finish(self) -> StepResult:
         """Results of the oldest step in flight. Raises EngineError when a rank is gone, or logits are not finite."""
@@ -142,19 +142,19 @@ class DistributedExecutor:
         reads = bool(part.reads_features)
         return RemoteDrafter(part.name, posts, own, reads_features=reads, clock=time.perf_counter)
 
-    def on_loss(self, told: Callable[[str], None]) -> None:
-        """Have ``told`` called, from any thread, with the reason when another rank is gone, between steps too."""
-        self._seat.watch.tell(told)
+    def on_loss(self, report: Callable[[str], None]) -> None:
+        """Have ``report`` called, from any thread, with the reason when another rank is gone, between steps too."""
+        self._seat.peers.on_loss(report)
 
     def close(self) -> None:
-        """Tell the other ranks to end, if they can still be told, and drop this rank's shard. Idempotent."""
+        """Tell the other ranks to end, if they can still be reached, and drop this rank's shard. Idempotent."""
         with self._lock:
             if not self._lost:
                 try:
                     while self._awaited:
                         self.finish()
                     self._tell(range(1, self._seat.world), encode_stop(), np.empty(0, np.uint8))
-                    self._seat.told.flush()
+                    self._seat.commands.flush()
                     self._seat.close()
                 except (EngineError, RuntimeError):
                     pass  # a rank that is gone needs no word
@@ -175,14 +175,14 @@ class DistributedExecutor:
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
-        """A rank that is gone, or a fault in between, ends everything: its messages can't be told apart any more."""
+        """A rank that is gone, or a fault in between, ends everything: ranks no longer agree on the next message."""
         with self._lock:
             if self._lost:
                 raise EngineError(self._lost, f"{self._seat.world} ranks that answer", "start the server again")
             try:
                 yield
             except RuntimeError as error:  # torch.distributed's
-                self._lost = self._seat.watch.lost or rank_gone(error)
+                self._lost = self._seat.peers.lost or rank_gone(error)
                 raise EngineError(
                     self._lost, f"{self._seat.world} ranks that answer", "start the server again"
                 ) from None
@@ -191,9 +191,9 @@ class DistributedExecutor:
         kind, size = check_header(header, Room(self.max_rows, self.pages))
         assert size == body.nbytes, f"message {kind} of {body.nbytes} bytes, its header says {size}"
         for rank in ranks:
-            self._seat.told.send(torch.from_numpy(header), rank)
+            self._seat.commands.send(torch.from_numpy(header), rank)
             if size:
-                self._seat.told.send(torch.from_numpy(body), rank)
+                self._seat.commands.send(torch.from_numpy(body), rank)
 
     def _expect(self, batch: StepBatch, want_logits: bool, want_features: bool) -> _Awaited:
         """Begin to receive what the last stage will send, in the order of distributed/follow.py's ``_give``."""

@@ -48,9 +48,9 @@ class Follower:
         self._vocab_size, self._feature_columns = vocab_size, feature_columns
 
     def run(self) -> None:
-        """Until the end is told.
+        """Until rank 0 sends the end.
 
-        Raises EngineError for a message that cannot be, RuntimeError (torch's own) when another rank is gone.
+        Raises EngineError for an invalid message, RuntimeError (torch's own) when another rank is gone.
         """
         header = np.empty(HEADER_WORDS, np.int64)
         while True:
@@ -68,7 +68,7 @@ class Follower:
             else:
                 raise EngineError(
                     f"message {kind} to rank {self._seat.rank}", "one for what the rank holds",
-                    "report this fault: ranks read each other wrongly",
+                    "protocol mismatch between ranks; please report it",
                 )  # fmt: skip
 
     def _step(self, shard: Shard, header: Header, body: Bytes) -> None:

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from flexspec.errors import PlanError
 from flexspec.graph import Attr, Node, as_int
+from flexspec.kernels.cpu.launch import Rows
 from flexspec.ops.record import Collective, record_of
 from flexspec.runtime.distributed.agreement import Agreement, check_agreement
 from flexspec.runtime.distributed.processes import this_rank
-from flexspec.runtime.distributed.watch import Watch
+from flexspec.runtime.distributed.watch import PeerWatch
 
-Rows = NDArray[np.float32]
 Scalar = TypeVar("Scalar", bound=np.generic)
 Attrs = Mapping[str, Attr]
 STEP_TIMEOUT_S = 120  # for a rank that is alive and silent; one that died closes its connections at once
@@ -37,7 +37,7 @@ RESULTS, ANSWERS, SHARES = 1 << 20, 1 << 21, 1 << 22  # tags beside the channels
 class Outbox:
     """Sends that nobody waits for: a rank goes on while its bytes are on their way, and keeps them until then.
 
-    Were they waited for, two ranks that send to each other would lock up, and pipeline stages would run in turn.
+    Were they waited for, two ranks that send to each other would deadlock, and pipeline stages would run in turn.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -88,8 +88,8 @@ class Seat:
         self.answers = dist.new_group(everyone, timeout=limit)
         self.steps = dist.new_group(everyone, timeout=limit, backend=backend)
         self._groups = {tuple(group): dist.new_group(list(group), limit, backend) for group in groups}
-        self.watch = Watch(self.rank, world, self.control)  # once all connections are made
-        self.told, self.answered, self._sent = Outbox(self.control), Outbox(self.answers), Outbox(self.steps)
+        self.peers = PeerWatch(self.rank, world, self.control)  # once all connections are made
+        self.commands, self._replies, self._rows = Outbox(self.control), Outbox(self.answers), Outbox(self.steps)
 
     def _everyones(self, side: bytes) -> list[bytes]:
         """What each rank gave, by rank; texts may differ in length."""
@@ -118,7 +118,7 @@ class Seat:
 
     def answer(self, array: NDArray[np.generic], tag: int) -> None:
         """Send an answer to rank 0."""
-        self.answered.send(torch.from_numpy(array), 0, tag)
+        self._replies.send(torch.from_numpy(array), 0, tag)
 
     def begin(self, rows: int, logit_rows: int) -> None:
         """What the dims T and L are in the step that follows: a rank that receives must know it."""
@@ -150,7 +150,7 @@ class Seat:
             own = operand.reshape(shape[0], -1).contiguous()
         collective = record_of(node).collective
         if collective is Collective.SEND:
-            self._sent.send(own, as_int(attrs["to"]), as_int(attrs["channel"]))
+            self._rows.send(own, as_int(attrs["to"]), as_int(attrs["channel"]))
         elif collective is Collective.RECV:
             dist.recv(own, as_int(attrs["source"]), self.steps, as_int(attrs["channel"]))
         elif collective is Collective.BROADCAST:
@@ -168,19 +168,19 @@ class Seat:
         """
         members = _members(attrs)
         if self._straight:
-            told = {member: own if member == self.rank else torch.empty_like(own) for member in members}
+            shares = {member: own if member == self.rank else torch.empty_like(own) for member in members}
             others = [member for member in members if member != self.rank]
             for member in others:
-                self._sent.send(own, member, SHARES)
+                self._rows.send(own, member, SHARES)
             for member in others:
-                dist.recv(told[member], member, self.steps, SHARES)
+                dist.recv(shares[member], member, self.steps, SHARES)
         else:
             gathered = [torch.empty_like(own) for _ in members]
             dist.all_gather(gathered, own, self._groups[members])
-            told = dict(zip(members, gathered, strict=True))
+            shares = dict(zip(members, gathered, strict=True))
         ranks = attrs["ranks"]
         assert isinstance(ranks, tuple)
-        return [told[as_int(rank)] for rank in ranks]
+        return [shares[as_int(rank)] for rank in ranks]
 
     def _combine(self, own: torch.Tensor, attrs: Attrs) -> torch.Tensor:
         """Columns of all ranks joined. Gloo gathers equal sizes only: shorter shares travel with zeros behind them."""
@@ -193,8 +193,8 @@ class Seat:
 
     def close(self) -> None:
         """Leave, once what this rank has sent was read. Raises RuntimeError when a rank is gone."""
-        self.watch.close()
-        for outbox in (self.told, self.answered, self._sent):
+        self.peers.close()
+        for outbox in (self.commands, self._replies, self._rows):
             outbox.flush()
         dist.destroy_process_group()
 

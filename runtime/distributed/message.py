@@ -1,7 +1,7 @@
-"""What rank 0 tells the others: a step, moved KV, a draft, the end. Sizes come first and are checked before reading.
+"""What rank 0 sends to its peers: a step, moved KV, a draft, the end. Sizes come first and are checked before reading.
 
 A message is a header of eight int64 and, for all but the end, one run of bytes whose length follows from the sizes. A
-step holds its inputs and nothing about requests: the other ranks have no policy. What is in a draft is
+step holds its inputs and nothing about requests: its peers have no policy. What is in a draft is
 distributed/drafts.py's.
 """
 
@@ -23,7 +23,7 @@ MAX_DRAFT_BYTES = 1 << 30
 _MAGIC = 0x66737063  # "fspc"
 _WANT_LOGITS, _WANT_FEATURES = 1, 2
 
-Bytes = NDArray[np.uint8]
+Bytes = NDArray[np.uint8]  # the body of a message
 Header = NDArray[np.int64]
 
 
@@ -66,7 +66,7 @@ def encode_draft(kind: int, body: Bytes) -> Header:
 
 
 def check_header(header: Header, room: Room) -> tuple[int, int]:
-    """Kind of the message and bytes of its body. Raises EngineError for sizes that cannot be."""
+    """Kind of the message and bytes of its body. Raises EngineError for invalid sizes."""
     magic, kind, *sizes = (int(word) for word in header)
     rows, requests, table, words, logits, flags = sizes
     fits = min(sizes) >= 0 and magic == _MAGIC
@@ -82,7 +82,7 @@ def check_header(header: Header, room: Room) -> tuple[int, int]:
     raise EngineError(
         f"a message with the header {header.tolist()}",
         f"a step of at most {room.max_rows} rows and {room.pages} pages, a move, a draft, or the end",
-        "report this fault: ranks read each other wrongly",
+        "protocol mismatch between ranks; please report it",
     )
 
 

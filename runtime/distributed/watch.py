@@ -33,7 +33,7 @@ _KEY_BYTES = 16
 _BYE = b"."  # before an orderly end, by either side
 
 
-class Watch:
+class PeerWatch:
     """One rank's connections to rank 0, or rank 0's to all others. ``lost`` says why there can be no further step."""
 
     def __init__(self, rank: int, world: int, group: dist.ProcessGroup) -> None:
@@ -42,7 +42,7 @@ class Watch:
         Raises RuntimeError when they do not find each other.
         """
         self.lost = ""
-        self._told: Callable[[str], None] | None = None
+        self._report: Callable[[str], None] | None = None
         self._closing = False
         self._connections = _connections()
         try:
@@ -54,11 +54,11 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="flexspec-watch", daemon=True)
         self._thread.start()
 
-    def tell(self, told: Callable[[str], None]) -> None:
-        """Have ``told`` called, from the watching thread, with the reason when a rank is lost; at once if one is."""
-        self._told = told
+    def on_loss(self, report: Callable[[str], None]) -> None:
+        """Have ``report`` called, from the watching thread, with the reason when a rank is lost; at once if one is."""
+        self._report = report
         if self.lost:
-            told(self.lost)
+            report(self.lost)
 
     def close(self) -> None:
         """Say that this rank ends as it should. Idempotent."""
@@ -86,8 +86,8 @@ class Watch:
 
     def _lose(self, reason: str) -> None:
         self.lost = reason
-        if self._told is not None:
-            self._told(reason)
+        if self._report is not None:
+            self._report(reason)
         for descriptor, inode in self._connections.items():
             with contextlib.suppress(OSError):  # closed meanwhile
                 if os.fstat(descriptor).st_ino == inode:
@@ -114,30 +114,30 @@ def _keep_alive(peer: socket.socket) -> None:
 
 
 def _accept(world: int, group: dist.ProcessGroup) -> Mapping[int, socket.socket]:
-    """Rank 0's side: tell port and key to all, and wait until all have come."""
+    """Rank 0's side: broadcast port and key, and wait until every peer has connected."""
     key = secrets.token_bytes(_KEY_BYTES)
-    found: dict[int, socket.socket] = {}
+    peers: dict[int, socket.socket] = {}
     with _listen() as listener:
         port = int(listener.getsockname()[1])
         dist.broadcast(torch.tensor([*port.to_bytes(2), *key], dtype=torch.uint8), 0, group)
         give_up = time.monotonic() + _JOIN_S
-        while len(found) < world - 1:
+        while len(peers) < world - 1:
             listener.settimeout(max(0.001, give_up - time.monotonic()))
             peer, _ = listener.accept()
             peer.settimeout(_STRANGER_S)
             said = _read(peer, _KEY_BYTES + 4)
             if said[:_KEY_BYTES] == key:
                 peer.settimeout(None)
-                found[int.from_bytes(said[_KEY_BYTES:])] = peer
+                peers[int.from_bytes(said[_KEY_BYTES:])] = peer
             else:
                 peer.close()  # not one of us
-    return found
+    return peers
 
 
 def _connect(rank: int, group: dist.ProcessGroup) -> socket.socket:
-    told = torch.empty(2 + _KEY_BYTES, dtype=torch.uint8)
-    dist.broadcast(told, 0, group)
-    words = bytes(told.tolist())
+    address = torch.empty(2 + _KEY_BYTES, dtype=torch.uint8)  # port and key
+    dist.broadcast(address, 0, group)
+    words = bytes(address.tolist())
     peer = socket.create_connection((os.environ["MASTER_ADDR"], int.from_bytes(words[:2])), timeout=_JOIN_S)
     peer.sendall(words[2:] + rank.to_bytes(4))
     peer.settimeout(None)

@@ -22,11 +22,11 @@ from flexspec.tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """One request's wish for a tree. ``max_nodes`` counts drafted nodes, the root not among them."""
+    """What one request asks of the drafters in a round."""
 
     request_id: int
-    last_token: int
-    max_nodes: int
+    last_token: int  # the root of the tree
+    max_nodes: int  # drafted nodes: the root is not among them
     max_depth: int
     params: SamplingParams
 

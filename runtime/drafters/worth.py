@@ -1,9 +1,9 @@
 """Whether the next step of an SSM pays: measured, not assumed, and decided anew in every round.
 
 A model drafter adds tokens to a round and time to it. The chance that its next step brings anything is known before it
-runs: for the first level that the cheaper sources miss the next token, for a deeper one that the text goes through the
-nodes to be extended. Owns what such a chance has been worth in tokens lately, and what a step and a token cost in
-seconds; decides nothing but yes or no.
+runs: for the first level, that the cheaper sources miss the next token; deeper, that the text reaches a node that would
+be extended. Owns what such a chance has been worth in tokens lately, and what a step and a token cost in seconds;
+decides nothing but yes or no.
 """
 
 from __future__ import annotations

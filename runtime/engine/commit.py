@@ -13,10 +13,10 @@ The rules, in the order they are tried at each token:
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexspec.runtime.engine.sequence import Sequence
+from flexspec.runtime.engine.sequence import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Committed:
     finish_reason: str | None
 
 
-def commit(sequence: Sequence, tokens: abc.Sequence[int]) -> Committed:
+def commit(sequence: TokenSequence, tokens: Sequence[int]) -> Committed:
     """Append ``tokens`` up to and including the one that ends the sequence, if any does."""
     assert sequence.finish_reason is None, "nothing is committed to a finished sequence"
     shown: list[str] = []
@@ -44,7 +44,7 @@ def commit(sequence: Sequence, tokens: abc.Sequence[int]) -> Committed:
     return Committed(kept, "".join(shown), sequence.finish_reason)
 
 
-def _step(sequence: Sequence, token: int) -> tuple[str, str | None]:
+def _step(sequence: TokenSequence, token: int) -> tuple[str, str | None]:
     """(text, reason to end) of the token that was just appended."""
     if token in sequence.eos_ids:
         return _close(sequence, "", "stop")
@@ -56,7 +56,7 @@ def _step(sequence: Sequence, token: int) -> tuple[str, str | None]:
     return text, None
 
 
-def _close(sequence: Sequence, text: str, reason: str) -> tuple[str, str]:
+def _close(sequence: TokenSequence, text: str, reason: str) -> tuple[str, str]:
     """Add what the detokenizer and the stop strings held back; the former's rest may complete a stop string."""
     rest, stopped = sequence.stops.push(sequence.detokenizer.flush())
     if stopped:

@@ -158,25 +158,27 @@ class Engine:
                 self._finish(running, reason, why if reason == "error" else None)
 
     def _run(self) -> None:
+        """Each micro-batch is between rounds, drafting or verifying, and goes through these in turn; a round is spread
+        over several calls where drafts or steps run elsewhere (docs/design/engine.md has the time line)."""
         for batch in self._batches.idle():
-            self._begin(batch)
+            self._start_draft(batch)
         while self._drafting:
-            self._verify(self._drafting.popleft())
+            self._start_step(self._drafting.popleft())
             if self._verifying and not self._steps.returns_early:
                 break  # its result is there: the next draft of its requests begins before another step does
         if self._verifying:
-            self._end(self._verifying.popleft())
+            self._finish_round(self._verifying.popleft())
 
-    def _begin(self, batch: MicroBatch) -> None:
-        """Begin a round, with its draft if there is to be one."""
+    def _start_draft(self, batch: MicroBatch) -> None:
+        """A round's beginning: its draft sets out, if there is to be one."""
         began = time.perf_counter()
         decoding = [r for r in batch.members if r.prefilled]
         prompts = [r for r in batch.members if not r.prefilled]
         draft = None
         if decoding and self.watch.enabled and self.drafter.drafts:
             most = self._most_nodes(decoding, prompts)
-            wishes = [self._wish(running, most) for running in decoding]
-            draft = self.drafter.start(wishes, len(self._scheduler.running))
+            draft_requests = [self._draft_request(running, most) for running in decoding]
+            draft = self.drafter.start(draft_requests, len(self._scheduler.running))
         batch.round = Round(decoding, prompts, draft, began)
         batch.round.draft_s = time.perf_counter() - began
         self._drafting.append(batch)
@@ -187,7 +189,7 @@ class Engine:
         rows = self.executor.max_rows - min(waiting, self.executor.max_rows // _PROMPT_SHARE)
         return max(0, rows // len(decoding) - 1)
 
-    def _wish(self, running: Running, most: int) -> DraftRequest:
+    def _draft_request(self, running: Running, most: int) -> DraftRequest:
         limits, sequence = self.drafter.limits, running.sequence
         return DraftRequest(
             sequence.request_id,
@@ -197,8 +199,8 @@ class Engine:
             sequence.params,
         )
 
-    def _verify(self, batch: MicroBatch) -> None:
-        """The draft's end and the step's beginning."""
+    def _start_step(self, batch: MicroBatch) -> None:
+        """A round's middle: the draft's end, and the step's beginning."""
         this = batch.round
         assert this is not None
         began = time.perf_counter()
@@ -233,8 +235,8 @@ class Engine:
         if self._observer:
             self._observer.record_step(seconds, "draft")
 
-    def _end(self, batch: MicroBatch) -> None:
-        """Take the results of a step, and commit."""
+    def _finish_round(self, batch: MicroBatch) -> None:
+        """A round's end: the results of its step, accepted and committed."""
         this = batch.round
         assert this is not None
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the engine reports as it goes, and how a verified tree is told by source and depth."""
+"""What the engine reports as it goes, and how a verified tree is counted by source and depth."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Observer(Protocol):
 def report_round(observer: Observer, tree: TokenTree, taken: Collection[int], committed: int) -> None:
     """One round of one request: nodes drafted and committed (``taken``) by source and depth; "off" without drafts.
 
-    The tokens it committed are told once, with the first source, so that they are not counted twice.
+    The tokens it committed are reported once, with the first source, so that they are not counted twice.
     """
     if len(tree) == 1:
         observer.record_round("off", (), (), committed)

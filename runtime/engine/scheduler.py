@@ -18,8 +18,7 @@ from flexspec.draft_plan import WorstCase
 from flexspec.errors import CapacityError, QueueFullError
 from flexspec.kv_slots import request_slots
 from flexspec.runtime.engine.api import OnDelta, check_prompt_ids
-from flexspec.runtime.engine.sequence import Detokenizer
-from flexspec.runtime.engine.sequence import Sequence as TokenSequence
+from flexspec.runtime.engine.sequence import Detokenizer, TokenSequence
 from flexspec.runtime.executors.pages import PageAllocator
 from flexspec.sampling import SamplingParams
 from flexspec.types import PAGE_TOKENS

@@ -6,7 +6,7 @@ Owns the state and its derived numbers. Only runtime/commit appends to it; draft
 from __future__ import annotations
 
 import secrets
-from collections import abc
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from flexspec.runtime.engine.api import RequestStats
@@ -24,7 +24,7 @@ class Detokenizer(Protocol):
         ...
 
 
-class Sequence:
+class TokenSequence:
     """A running request. ``finish_reason`` stays None until it ends.
 
     ``context_limit``: most tokens, prompt and output together. ``seed``: the request's, or a fresh one that no other
@@ -34,9 +34,9 @@ class Sequence:
     def __init__(
         self,
         request_id: int,
-        prompt_ids: abc.Sequence[int],
+        prompt_ids: Sequence[int],
         params: SamplingParams,
-        eos_ids: abc.Collection[int],
+        eos_ids: Collection[int],
         context_limit: int,
         detokenizer: Detokenizer,
     ) -> None:
@@ -60,7 +60,7 @@ class Sequence:
         return len(self.prompt_ids) + len(self._output_ids)
 
     @property
-    def output_ids(self) -> abc.Sequence[int]:
+    def output_ids(self) -> Sequence[int]:
         """Tokens committed behind the prompt, to read; an end token is among them."""
         return self._output_ids
 

@@ -19,7 +19,7 @@ from flexspec.compiler.partition.rank_part import RankPart
 from flexspec.graph import Graph, Node, Value
 from flexspec.kernels.cpu.build import build_path, supported_isas
 from flexspec.kernels.cpu.exchange import first_rows, split_logits
-from flexspec.kernels.cpu.launch import CpuLibrary
+from flexspec.kernels.cpu.launch import CpuLibrary, Rows
 from flexspec.kernels.cpu.pack import pack
 from flexspec.kernels.cpu.render import render
 from flexspec.runtime.executors.step import StepBatch
@@ -27,7 +27,6 @@ from flexspec.runtime.executors.step_rules import check_finite, program_arrays
 from flexspec.runtime.executors.step_times import StepTimes
 from flexspec.types import PAGE_TOKENS
 
-Rows = NDArray[np.float32]
 Meet = Callable[[int, Node, Rows | None], Rows]  # (rank, exchange, rows [n, columns] to give) -> rows that it gets
 
 

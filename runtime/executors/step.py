@@ -81,12 +81,10 @@ class Executor(Protocol):
 
 @runtime_checkable
 class OverlappingExecutor(Executor, Protocol):
-    """An executor that takes a step before the results of earlier ones are there; they come in the order of the steps.
+    """An executor that takes steps before the results of earlier ones are there; results come in the order of steps."""
 
-    ``returns_early``: ``start`` comes back while other ranks still work on the step. False where the caller's own rank
-    runs all of it: then only drafting elsewhere goes on beside a step.
-    """
-
+    # True if ``start`` returns while other ranks still work on the step. False if this rank runs the whole step: then
+    # only remote drafting overlaps it.
     returns_early: bool
 
     def start(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> None: ...

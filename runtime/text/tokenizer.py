@@ -8,7 +8,6 @@ ids end a reply is passed in.
 from __future__ import annotations
 
 import codecs
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -99,17 +98,6 @@ class Tokenizer:
     def leading_spaces_dropped(self) -> int:
         """How many leading spaces the tokenizer itself put before a text and takes away again."""
         return self._rules.strip
-
-    def check_fits(self, vocab_size: int) -> None:
-        """Raises TokenizerError if a token has no row in an embedding of ``vocab_size`` rows."""
-        if self.vocab_size > vocab_size:
-            found = f"a tokenizer with ids up to {self.vocab_size - 1} for a model of {vocab_size} rows"
-            raise TokenizerError(found, "every id below vocab_size", "use the tokenizer that belongs to the model")
-
-    def vocabulary_hash(self) -> str:
-        """sha256 of all (id, token) pairs: equal for tokenizers whose ids mean the same."""
-        pairs = sorted((token_id, token) for token, token_id in self._vocab.items())
-        return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
 
 def _common(first: list[int], second: list[int]) -> int:

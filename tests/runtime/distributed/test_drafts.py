@@ -133,17 +133,17 @@ def test_unknown_requests_get_a_root() -> None:
 
 def test_what_cannot_be_read_is_an_error() -> None:
     host = DraftHost([ssm()])
-    good = {"ssm": "ssm", "events": [], "plan": "tree:2,2,1", "wishes": []}
+    good = {"ssm": "ssm", "events": [], "plan": "tree:2,2,1", "requests": []}
     assert encode(good, []).flags.writeable  # torch warns of what is not
     assert decode_trees(host.answer(encode(good, [])), "ssm") == {}
     for bad in (
-        {**good, "ssm": "other"}, {**good, "events": [["leap", 1, None]]}, {**good, "wishes": [[1]]}, {"events": 3},
+        {**good, "ssm": "other"}, {**good, "events": [["leap", 1, None]]}, {**good, "requests": [[1]]}, {"events": 3},
     ):  # fmt: skip
         with pytest.raises(EngineError, match="cannot be read"):
             host.answer(encode(bad, []))
     for raw in (b"", b"\x05\0\0\0\0\0\0\0nonsense", b"\xff" * 12):
         with pytest.raises(EngineError, match="cannot be read"):
             host.answer(np.frombuffer(raw, np.uint8))
-    told = encode_trees([3], [TokenTree((1, 2), (-1, 0), ("root", "ssm"), (1.0, 0.5), {1: np.ones(4)})])
+    body = encode_trees([3], [TokenTree((1, 2), (-1, 0), ("root", "ssm"), (1.0, 0.5), {1: np.ones(4)})])
     with pytest.raises(EngineError, match="cannot be read"):
-        decode_trees(told[:-8], "ssm")
+        decode_trees(body[:-8], "ssm")

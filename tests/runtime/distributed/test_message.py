@@ -1,4 +1,4 @@
-"""Messages between ranks: what is read is what was written, and sizes that cannot be are refused before reading."""
+"""Messages between ranks: what is read is what was written, and invalid sizes are refused before reading."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flexspec.runtime.distributed import watch as distributed_watch
-from flexspec.runtime.distributed.watch import Watch
+from flexspec.runtime.distributed.watch import PeerWatch
 
 TIMEOUT_S = 60.0
 
@@ -30,23 +30,23 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Queue[bytes]:
 
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(distributed_watch.dist, "broadcast", broadcast)
-    monkeypatch.setattr(Watch, "heard", heard, raising=False)
+    monkeypatch.setattr(PeerWatch, "heard", heard, raising=False)
     return said
 
 
 @pytest.fixture
-def watches(told: Queue[bytes]) -> Iterator[tuple[Watch, Watch]]:
+def watches(told: Queue[bytes]) -> Iterator[tuple[PeerWatch, PeerWatch]]:
     """Rank 0's and rank 1's, and two strangers at the door."""
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(Watch, 0, 2, "rank 0")
+        first = pool.submit(PeerWatch, 0, 2, "rank 0")
         words = told.get(timeout=TIMEOUT_S)
         address = ("127.0.0.1", int.from_bytes(words[:2]))
         with socket.create_connection(address) as stranger:
             stranger.sendall(bytes(20))
             assert stranger.recv(1) == b"", "a wrong key is turned away"
         socket.create_connection(address).close()
-        Watch.heard.put(words)  # type: ignore[attr-defined]
-        second = pool.submit(Watch, 1, 2, "rank 1")
+        PeerWatch.heard.put(words)  # type: ignore[attr-defined]
+        second = pool.submit(PeerWatch, 1, 2, "rank 1")
         pair = first.result(TIMEOUT_S), second.result(TIMEOUT_S)
     yield pair
     for watch in pair:
@@ -64,7 +64,7 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def test_an_orderly_end_is_no_loss(
-    connection: tuple[socket.socket, socket.socket], watches: tuple[Watch, Watch]
+    connection: tuple[socket.socket, socket.socket], watches: tuple[PeerWatch, PeerWatch]
 ) -> None:
     first, second = watches
     second.close()
@@ -76,15 +76,15 @@ def test_an_orderly_end_is_no_loss(
 
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_death_is_told_and_ends_all_connections(
-    connection: tuple[socket.socket, socket.socket], watches: tuple[Watch, Watch], dies: int
+    connection: tuple[socket.socket, socket.socket], watches: tuple[PeerWatch, PeerWatch], dies: int
 ) -> None:
     lost: Queue[str] = Queue()
-    watches[1 - dies].tell(lost.put)
+    watches[1 - dies].on_loss(lost.put)
     for peer in watches[dies]._peers.values():
         peer.shutdown(socket.SHUT_WR)  # all that another host sees of a process that dies
     assert lost.get(timeout=TIMEOUT_S) == f"rank {dies} is gone"
     connection[0].settimeout(TIMEOUT_S)
     assert connection[0].recv(1) == b""
     late: Queue[str] = Queue()
-    watches[1 - dies].tell(late.put)
+    watches[1 - dies].on_loss(late.put)
     assert late.get_nowait() == f"rank {dies} is gone", "who asks later is told at once"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import flexspec
 from flexspec.runtime.engine.commit import Committed, commit
-from flexspec.runtime.engine.sequence import Sequence
+from flexspec.runtime.engine.sequence import TokenSequence
 from flexspec.runtime.engine.stop_strings import StopMatcher
 from flexspec.sampling import SamplingParams
 
@@ -47,12 +47,12 @@ class Words:
         return ""
 
 
-def sequence(detokenizer=None, context_limit: int = 10_000, prompt: int = 3, **params) -> Sequence:
+def sequence(detokenizer=None, context_limit: int = 10_000, prompt: int = 3, **params) -> TokenSequence:
     sampling = SamplingParams(**{"max_tokens": 5000, **params})
-    return Sequence(1, list(range(prompt)), sampling, [EOS], context_limit, detokenizer or Utf8())
+    return TokenSequence(1, list(range(prompt)), sampling, [EOS], context_limit, detokenizer or Utf8())
 
 
-def run(seq: Sequence, blocks: abc.Iterable[abc.Sequence[int]]) -> str:
+def run(seq: TokenSequence, blocks: abc.Iterable[abc.Sequence[int]]) -> str:
     """Commit block by block until the end; the text."""
     text = ""
     for block in blocks:
@@ -217,7 +217,7 @@ STOPS = st.lists(st.sampled_from(["a", "aab", "STa", "é", "👍a", "TS", "bS", 
 @settings(max_examples=400, deadline=None)
 @given(STREAM, STOPS, st.integers(1, 45), st.integers(4, 48), st.booleans(), st.lists(st.integers(0, 7), max_size=20))
 def test_any_partition_into_blocks_gives_the_same(tokens, stops, max_tokens, limit, ignore_eos, sizes) -> None:
-    def fresh() -> Sequence:
+    def fresh() -> TokenSequence:
         return sequence(stop=tuple(stops), max_tokens=max_tokens, context_limit=limit, ignore_eos=ignore_eos)
 
     one, many = fresh(), fresh()
