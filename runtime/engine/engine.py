@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 
 from flexspec.errors import EngineError, FlexspecError
 from flexspec.runtime.acceptance.accept import Accepted, accept_greedy, accept_sampled
-from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.budget import SpeculationWatch
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.engine.api import Delta, EngineLoad, OnDelta
 from flexspec.runtime.engine.commit import Committed, commit
 from flexspec.runtime.engine.micro_batches import MicroBatch, MicroBatches
 from flexspec.runtime.engine.observer import Observer, report_round
-from flexspec.runtime.engine.round import Clock, Round, Work, prompt_work, tree_work
+from flexspec.runtime.engine.round import Clock, Round, Work, draft_request, prompt_work, tree_work
 from flexspec.runtime.engine.scheduler import Limits, Running, Scheduler
 from flexspec.runtime.engine.sequence import Detokenizer
 from flexspec.runtime.executors.pages import pack_rows
@@ -177,7 +176,7 @@ class Engine:
         draft = None
         if decoding and self.watch.enabled and self.drafter.drafts:
             most = self._most_nodes(decoding, prompts)
-            draft_requests = [self._draft_request(running, most) for running in decoding]
+            draft_requests = [draft_request(running, self.drafter.limits, most) for running in decoding]
             draft = self.drafter.start(draft_requests, len(self._scheduler.running))
         batch.round = Round(decoding, prompts, draft, began)
         batch.round.draft_s = time.perf_counter() - began
@@ -188,16 +187,6 @@ class Engine:
         waiting = sum(r.prompt_left for r in prompts)
         rows = self.executor.max_rows - min(waiting, self.executor.max_rows // _PROMPT_SHARE)
         return max(0, rows // len(decoding) - 1)
-
-    def _draft_request(self, running: Running, most: int) -> DraftRequest:
-        limits, sequence = self.drafter.limits, running.sequence
-        return DraftRequest(
-            sequence.request_id,
-            sequence.last_token,
-            min(most, limits.max_nodes),
-            min(sequence.tokens_left - 1, limits.max_depth),
-            sequence.params,
-        )
 
     def _start_step(self, batch: MicroBatch) -> None:
         """A round's middle: the draft's end, and the step's beginning."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from flexspec.draft_plan import WorstCase
+from flexspec.runtime.drafters.base import DraftRequest
 from flexspec.runtime.drafters.planned import Draft
 from flexspec.runtime.engine.scheduler import Running
 from flexspec.runtime.executors.pages import RowGroup
@@ -49,6 +51,13 @@ class Round:
     work: list[Work] = field(default_factory=list)
     draft_s: float = 0.0  # this process's time in the draft so far, and in the step
     step_s: float = 0.0
+
+
+def draft_request(running: Running, limits: WorstCase, max_nodes: int) -> DraftRequest:
+    """What a request asks of the drafters: no deeper than it may still commit, less the token that the LLM adds."""
+    sequence = running.sequence
+    nodes, depth = min(max_nodes, limits.max_nodes), min(sequence.tokens_left - 1, limits.max_depth)
+    return DraftRequest(sequence.request_id, sequence.last_token, nodes, depth, sequence.params)
 
 
 def tree_work(running: Running, tree: TokenTree) -> Work:
