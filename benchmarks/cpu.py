@@ -39,7 +39,7 @@ from benchmarks.measure import (  # noqa: E402
 )
 from benchmarks.moments import Bandwidth, bracket  # noqa: E402
 from examples.demo import Server, compiled  # noqa: E402
-from flexspec.host import usable_cores  # noqa: E402
+from flexspec.host.cores import usable_cores  # noqa: E402
 from flexspec.runtime.executors.pages import RowGroup, pack_rows  # noqa: E402
 from flexspec.runtime.executors.step import Executor  # noqa: E402
 from flexspec.runtime.open.engine import open_engine  # noqa: E402

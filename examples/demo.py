@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.fetch_model import fetch_model  # noqa: E402
 from benchmarks.measure import Comparison, compare  # noqa: E402
-from flexspec.exits import describe_exit  # noqa: E402
+from flexspec.host.exits import describe_exit  # noqa: E402
 
 QUESTION = "List the planets of the solar system from the sun outwards, with one short sentence about each."
 PROMPTS = (

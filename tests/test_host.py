@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from flexspec.host import usable_cores
+from flexspec.host.cores import usable_cores
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux")

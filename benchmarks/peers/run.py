@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.fetch_model import DEFAULT_PATH, fetch_model
 from benchmarks.peers.prepare import prepare
-from flexspec.host import usable_cores
+from flexspec.host.cores import usable_cores
 from flexspec.runtime.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

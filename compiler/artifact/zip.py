@@ -13,10 +13,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from flexspec.cache import cache_root
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.manifest import decode_manifest, is_valid_name
 from flexspec.errors import ArtifactError
+from flexspec.host.cache import cache_root
 
 _FIXED_DATE = (1980, 1, 1, 0, 0, 0)
 _MODE_0644_FILE = 0o100644 << 16

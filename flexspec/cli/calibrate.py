@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flexspec.host import usable_cores
+from flexspec.host.cores import usable_cores
 
 EPILOG = """\
 Steps of the artifact's LLM are timed on one core, the others being busy with the same, and links between processes by

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from flexspec.cli.ranks import LAST_WORDS, LAUNCHER
 from flexspec.errors import CapacityError, PlanError, ToolchainError
-from flexspec.exits import GONE, describe_exit
+from flexspec.host.exits import GONE, describe_exit
 
 MOST_RANKS = 1024
 MOST_RESTARTS = 1000

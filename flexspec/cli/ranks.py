@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from flexspec.errors import CapacityError, EngineError, FlexspecError, ToolchainError
-from flexspec.exits import rank_gone
+from flexspec.host.exits import rank_gone
 from flexspec.runtime.distributed.processes import this_rank
 
 if TYPE_CHECKING:

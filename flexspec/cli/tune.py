@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
         raise TuneError(
             f"no package {error.name}", "the packages that training needs", 'pip install "flexspec[tune]"'
         ) from error
-    from flexspec.cache import cache_root
     from flexspec.cli.progress import progress_bars
+    from flexspec.host.cache import cache_root
     from flexspec.runtime.tune.config import TuneConfig
 
     d = TuneConfig()

@@ -16,9 +16,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from flexspec.cache import cache_root
 from flexspec.errors import CompileError, ToolchainError
-from flexspec.exits import describe_exit
+from flexspec.host.cache import cache_root
+from flexspec.host.exits import describe_exit
 from flexspec.ops.record import all_records
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates" / "cpu"

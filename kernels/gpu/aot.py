@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from flexspec.errors import CompileError, ToolchainError
-from flexspec.exits import describe_exit
-from flexspec.host import usable_cores
+from flexspec.host.cores import usable_cores
+from flexspec.host.exits import describe_exit
 from flexspec.kernels.gpu.family import Config, Variant, family_of
 from flexspec.kernels.gpu.render import render, source_key
 from flexspec.kernels.gpu.targets import Target, target_of

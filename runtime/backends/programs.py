@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.errors import ArtifactError
-from flexspec.host import usable_cores
+from flexspec.host.cores import usable_cores
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.cpu.check import seeded_digest
 from flexspec.kernels.cpu.exchange import split_logits

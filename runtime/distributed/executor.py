@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from flexspec.compiler.artifact.model_record import PartRecord
 from flexspec.errors import EngineError
-from flexspec.exits import rank_gone
+from flexspec.host.exits import rank_gone
 from flexspec.runtime.distributed.drafts import RemoteDrafter
 from flexspec.runtime.distributed.group import ANSWERS, RESULTS, Seat
 from flexspec.runtime.distributed.message import (

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flexspec.exits import GONE
+from flexspec.host.exits import GONE
 
 SILENT_S = 3
 _JOIN_S = 60.0

@@ -30,7 +30,7 @@ from flexspec.compiler.prices.machine import (
 )
 from flexspec.errors import MachineError
 from flexspec.graph import Graph
-from flexspec.host import usable_cores
+from flexspec.host.cores import usable_cores
 from flexspec.runtime.executors.cpu import CpuExecutor
 from flexspec.runtime.executors.pages import RowGroup, pack_rows
 from flexspec.runtime.executors.step import Executor, StepBatch

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from flexspec.errors import FlexspecError
-from flexspec.exits import rank_gone
+from flexspec.host.exits import rank_gone
 from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.executors.step_times import StepTimes
 from flexspec.runtime.measure.round_runs import RoundRequest, RoundRuns

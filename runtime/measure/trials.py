@@ -17,7 +17,7 @@ from flexspec.compiler.prices.rounds import Cut
 from flexspec.draft_plan import DraftPlan
 from flexspec.drafters.record import ssm_names
 from flexspec.errors import MachineError, PlanError, ToolchainError
-from flexspec.host import usable_cores
+from flexspec.host.cores import usable_cores
 
 NO_DRAFT = DraftPlan("off")
 CHAIN, TREE = DraftPlan.parse("chain:4/sources=ssm"), DraftPlan.parse("tree:2,2,1/sources=ssm")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib.metadata import distributions
 from pathlib import Path
 
-from flexspec.cache import cache_root
+from flexspec.host.cache import cache_root
 from flexspec.kernels.cpu.build import find_compiler
 from repository import ROOT, SOURCE_FOLDERS
 

@@ -10,7 +10,7 @@ import pytest
 from step_models import on_cpu, tiny_config, tiny_llm
 
 from flexspec.errors import ArtifactError, CompileError, ToolchainError
-from flexspec.exits import describe_exit
+from flexspec.host.exits import describe_exit
 from flexspec.kernels.cpu import build as cpu_build
 from flexspec.kernels.cpu.launch import CpuLibrary
 from flexspec.kernels.cpu.render import render

@@ -17,7 +17,7 @@ from flexspec.compiler.prices.plan_models import open_profile
 from flexspec.compiler.prices.problem import Problem
 from flexspec.draft_plan import DraftPlan
 from flexspec.errors import PlanError
-from flexspec.host import usable_cores
+from flexspec.host.cores import usable_cores
 from flexspec.runtime.measure import trials
 from flexspec.runtime.measure.round_runs import MeasuredRound
 from flexspec.runtime.measure.run_plans import whole_rounds
