@@ -28,6 +28,7 @@ from rank_servers import (
     texts_of_one_rank,
 )
 
+from flexspec.cli.main import main
 from flexspec.errors import PlanError
 from flexspec.sampling import SamplingParams
 
@@ -177,15 +178,36 @@ def test_a_rank_that_differs_is_refused(folder: Path, tmp_path: Path, what: str)
         assert f"rank 1 has another {'flexspec version (0.0.9)' if what == 'version' else 'artifact'}" in said
 
 
-def test_what_cannot_be_started_is_told(folder: Path) -> None:
-    done = flexspec("serve", folder / "tp2.fspec", "--ranks", "0")
-    assert done.returncode == 2 and "FS502" in done.stderr
-    done = flexspec("serve", folder / "tp2.fspec", "--ranks", "3")
-    assert done.returncode == 2 and PlanError.code in done.stderr and "--ranks 2" in done.stderr
+@pytest.mark.parametrize(
+    ("options", "variables", "words"),
+    [
+        pytest.param(("--ranks", "0"), {}, ("FS502",), id="no-ranks"),
+        pytest.param(("--ranks", "3"), {}, (PlanError.code, "--ranks 2"), id="not-the-plans"),
+        pytest.param(("--restart",), {"RANK": "1", "WORLD_SIZE": "2"}, ("--max-restarts",), id="torchrun-restarts"),
+    ],
+)
+def test_what_cannot_be_started_is_told(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+    variables: dict[str, str],
+    words: tuple[str, ...],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve", str(folder / "tp2.fspec"), *options]) == 2
+    told = capsys.readouterr().err
+    assert all(word in told for word in words), told
+
+
+def test_a_user_error_of_the_ranks_is_told_once(folder: Path) -> None:
     done = flexspec("serve", folder / "tp2.fspec", "--ranks", "2", "--restart", "--draft", "wild", "--port", "0")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, "told once, and not tried again"
     assert "'wild'" in done.stderr and "again" not in done.stderr
-    done = flexspec("serve", folder / "tp2.fspec", "--restart", RANK="1", WORLD_SIZE="2")
-    assert done.returncode == 2 and "--max-restarts" in done.stderr
-    wrong = flexspec("serve", folder / "tp2.fspec", "--port", "0", RANK="0", WORLD_SIZE="3")
-    assert wrong.returncode == 2 and PlanError.code in wrong.stderr and "--ranks 2" in wrong.stderr
+
+
+def test_a_rank_of_another_count_is_refused(folder: Path) -> None:
+    """In a process of its own, which a rank ends at once."""
+    done = flexspec("serve", folder / "tp2.fspec", "--port", "0", RANK="0", WORLD_SIZE="3")
+    assert done.returncode == 2 and PlanError.code in done.stderr and "--ranks 2" in done.stderr
