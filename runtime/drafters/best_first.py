@@ -42,11 +42,12 @@ def grow_best_first(
         else:
             break
         successor = siblings[rank]
+        score = successor[1]
         depth = depths[parent] + 1
         node = len(tokens)
         tokens.append(successor[0])
         parents.append(parent)
-        scores.append(min(successor[1], 1.0))
+        scores.append(score if score < 1.0 else 1.0)
         paths.append(-path)
         depths.append(depth)
         if rank + 1 < len(siblings):

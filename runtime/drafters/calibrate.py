@@ -32,7 +32,7 @@ class Calibration:
 
     def score(self, source: str, depth: int, claim: float) -> float:
         """The measured chance of a node that ``source`` proposed at ``depth`` with ``claim``."""
-        cell = self._cells.get(_cell_of(source, depth, claim))
+        cell = self._cells.get((source, bisect_right(DEPTH_EDGES, depth), bisect_right(SCORE_EDGES, claim)))
         return claim if cell is None else (cell[0] + PRIOR_TRIALS * claim) / (cell[1] + PRIOR_TRIALS)
 
     def update(self, tree: TokenTree, accepted_nodes: Collection[int]) -> None:
@@ -41,10 +41,8 @@ class Calibration:
         for i in range(1, len(tree)):
             if tree.parents[i] not in accepted:
                 continue
-            cell = self._cells.setdefault(_cell_of(tree.sources[i], tree.depths[i], tree.scores[i]), [0.0, 0.0])
+            bucket = bisect_right(DEPTH_EDGES, tree.depths[i]), bisect_right(SCORE_EDGES, tree.scores[i])
+            key = (tree.sources[i], *bucket)
+            cell = self._cells.setdefault(key, [0.0, 0.0])
             cell[0] = cell[0] * DECAY + (i in accepted)
             cell[1] = cell[1] * DECAY + 1.0
-
-
-def _cell_of(source: str, depth: int, claim: float) -> _Key:
-    return source, bisect_right(DEPTH_EDGES, depth), bisect_right(SCORE_EDGES, claim)

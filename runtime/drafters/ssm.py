@@ -260,9 +260,10 @@ class SsmDrafter:
 
     def _draft_rows(self, job: DraftJob, rows: list[int], chosen: list[int]) -> RowGroup:
         growth, context = job.growth, job.context
+        root_position = context.root_position
         return RowGroup(
             [growth.tokens[node] for node in rows],
-            [context.root_position + growth.depths[node] for node in rows],
+            [root_position + growth.depths[node] for node in rows],
             context.cached + growth.stem,
             context.pages,
             range(len(rows) - len(chosen), len(rows)),
