@@ -28,8 +28,20 @@ class Table:
         self.body, self._source, self._fail, self._where = body, source, fail, where
         self._read: set[str] = set()
 
+    @classmethod
+    def of(cls, body: object, source: str, fail: Fail, expected: str = "an object") -> Table:
+        """The table that a JSON file holds. Raises ``fail``'s error when it holds something else."""
+        if not isinstance(body, dict):
+            raise fail(f"{source}: a {type(body).__name__}", expected)
+        return cls(body, source, fail)
+
     def has(self, key: str) -> bool:
         return key in self.body
+
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there and null, as JSON says that there is none. A missing one is not."""
+        self._read.add(key)
+        return key in self.body and self.body[key] is None
 
     def names(self) -> tuple[str, ...]:
         return tuple(self.body)
@@ -39,9 +51,10 @@ class Table:
         place = ".".join(part for part in (self._where, key) if part)
         return self._fail(f"{self._source}: {place}: {found}" if place else f"{self._source}: {found}", expected)
 
-    def text(self, key: str) -> str:
+    def text(self, key: str, *, blank: bool = False) -> str:
+        """A text, not empty (with ``blank`` it may be)."""
         value = self._get(key, "a text in quotes")
-        if not isinstance(value, str) or not value.strip():
+        if not isinstance(value, str) or not (blank or value.strip()):
             raise self.error(key, show(value), "a text in quotes, not empty")
         return value
 
@@ -50,6 +63,12 @@ class Table:
         if not isinstance(value, list) or not all(isinstance(item, str) and item.strip() for item in value):
             raise self.error(key, show(value), "a list of texts, none empty")
         return tuple(value)
+
+    def flag(self, key: str) -> bool:
+        value = self._get(key, "true or false")
+        if not isinstance(value, bool):
+            raise self.error(key, show(value), "true or false")
+        return value
 
     def number(self, key: str, *, zero: bool = False) -> float:
         """A number above 0 (or from 0 with ``zero``)."""

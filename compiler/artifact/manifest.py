@@ -51,6 +51,11 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
 
+def damaged(found: str, expected: str) -> ArtifactError:
+    """The error of a table in an artifact that is not what it should be."""
+    return ArtifactError(found, expected, "compile the model again")
+
+
 def is_valid_name(name: str) -> bool:
     """A relative POSIX path of plain components: no ``..``, no hidden file, nothing absolute, not the manifest."""
     return len(name) <= 255 and _NAME.fullmatch(name) is not None and name != layout.MANIFEST

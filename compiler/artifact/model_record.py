@@ -5,14 +5,17 @@ Sizes that kernels depend on are not trusted to this file: libraries carry their
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from flexspec.checked_table import Table, show
 from flexspec.compiler.artifact import layout
-from flexspec.errors import ArtifactError
+from flexspec.compiler.artifact.manifest import damaged
 
 LLM = "llm"
+_MOST = (1 << 62) - 1  # of any count
+_PLACES = "pairs [file, tensor], one for each weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,85 +78,53 @@ class ModelRecord:
 
 def record_from_json(body: object) -> ModelRecord:
     """Raises ArtifactError when a field is missing, of the wrong kind or contradicts another."""
-    table = _table(body, "the file")
+    table = Table.of(body, layout.MODELS, damaged)
+    specials = table.table("special_tokens")
     record = ModelRecord(
-        name=_text(table, "name"),
-        source_hash=_text(table, "source_hash"),
-        dtype=_text(table, "dtype"),
-        weight_format=_text(table, "weight_format"),
-        bos_id=None if table.get("bos_id") is None else _count(table, "bos_id"),
-        eos_ids=_counts(table, "eos_ids"),
-        special_tokens={name: _text(table["special_tokens"], name) for name in _table(table.get("special_tokens"), "")},
-        models=tuple(_part(part) for part in _list(table, "models")),
-        gpu=None if table.get("gpu") is None else _gpu(table["gpu"]),
+        name=table.text("name"),
+        source_hash=table.text("source_hash"),
+        dtype=table.text("dtype"),
+        weight_format=table.text("weight_format"),
+        bos_id=None if table.is_null("bos_id") else table.count("bos_id", _MOST, 0),
+        eos_ids=table.counts("eos_ids", _MOST),
+        special_tokens={name: specials.text(name, blank=True) for name in specials.names()},
+        models=tuple(_part(part) for part in table.array("models")),
+        gpu=_gpu(table.table("gpu")) if table.has("gpu") else None,
     )
+    table.done()
     names = [part.name for part in record.models]
     if names[:1] != [LLM] or len(set(names)) != len(names):
-        raise _wrong(f"models {names}", f"{LLM} first, then SSMs, each once")
+        raise table.error("models", str(names), f"{LLM} first, then SSMs, each once")
     if record.gpu is not None and sorted(record.gpu.weights) != sorted(names):
-        raise _wrong(f"GPU weights of {sorted(record.gpu.weights)}", "those of every model")
+        raise table.error("gpu.weights", f"of {sorted(record.gpu.weights)}", "those of every model")
     return record
 
 
-def _part(body: object) -> PartRecord:
-    table = _table(body, "models")
-    numbers = {field.name: _count(table, field.name) for field in fields(PartRecord) if field.type == "int"}
-    texts = {name: _text(table, name) for name in ("name", "family", "graph_hash")}
-    keep_ids = None if table.get("keep_ids") is None else _counts(table, "keep_ids")
-    weights = tuple(_place(place) for place in _list(table, "weights"))
-    if keep_ids is not None and any(token >= numbers["vocab_size"] for token in keep_ids):
-        raise _wrong("keep_ids", f"tokens below {numbers['vocab_size']}")
+def _part(table: Table) -> PartRecord:
+    numbers = {field.name: table.count(field.name, _MOST, 0) for field in fields(PartRecord) if field.type == "int"}
+    texts = {name: table.text(name) for name in ("name", "family", "graph_hash")}
+    keep_ids = None if table.is_null("keep_ids") else table.counts("keep_ids", numbers["vocab_size"] - 1)
+    weights = tuple(_place(table, "weights", row) for row in table.rows("weights", _PLACES))
+    table.done()
     if numbers["outputs"] != (numbers["vocab_size"] if keep_ids is None else len(keep_ids)):
-        raise _wrong(f"{numbers['outputs']} outputs", "one for each token of the vocabulary or of keep_ids")
+        raise table.error("outputs", f"{numbers['outputs']}", "one for each token of the vocabulary or of keep_ids")
     return PartRecord(**texts, **numbers, keep_ids=keep_ids, weights=weights)  # type: ignore[arg-type]
 
 
-def _gpu(body: object) -> GpuRecord:
-    table = _table(body, "gpu")
-    models = {model: _table(places, "gpu.weights") for model, places in _table(table.get("weights"), "gpu").items()}
-    return GpuRecord(
-        max_tree_tokens=_count(table, "max_tree_tokens"),
-        weights={model: {name: _place(place) for name, place in places.items()} for model, places in models.items()},
+def _gpu(table: Table) -> GpuRecord:
+    models = table.tables("weights")
+    record = GpuRecord(
+        max_tree_tokens=table.count("max_tree_tokens", _MOST, 0),
+        weights={
+            model: {name: _place(places, name, places.texts(name)) for name in places.names()}
+            for model, places in models.items()
+        },
     )
+    table.done()
+    return record
 
 
-def _place(value: object) -> tuple[str, str]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise _wrong("weights", "[file, tensor] of each")
-    return str(value[0]), str(value[1])
-
-
-def _table(value: object, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _wrong(f"{where or 'special_tokens'} with a {type(value).__name__}", "an object")
-    return value
-
-
-def _list(table: dict[str, Any], name: str) -> list[Any]:
-    value = table.get(name)
-    if not isinstance(value, list):
-        raise _wrong(f"{name}={value!r:.60}", "a list")
-    return value
-
-
-def _text(table: dict[str, Any], name: str) -> str:
-    value = table.get(name)
-    if not isinstance(value, str):
-        raise _wrong(f"{name}={value!r:.60}", "a text")
-    return value
-
-
-def _count(table: dict[str, Any], name: str) -> int:
-    value = table.get(name)
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise _wrong(f"{name}={value!r:.60}", "a whole number, not negative")
-    return value
-
-
-def _counts(table: dict[str, Any], name: str) -> tuple[int, ...]:
-    values = _list(table, name)
-    return tuple(_count({name: value}, name) for value in values)
-
-
-def _wrong(found: str, expected: str) -> ArtifactError:
-    return ArtifactError(f"{layout.MODELS} holds {found}", expected, "compile the model again")
+def _place(table: Table, key: str, value: Sequence[Any]) -> tuple[str, str]:
+    if len(value) != 2 or not all(isinstance(text, str) for text in value):
+        raise table.error(key, show(value), "a pair [file, tensor]")
+    return value[0], value[1]

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flexspec.checked_table import Table
 from flexspec.compiler.artifact import layout
-from flexspec.compiler.artifact.manifest import Json, Manifest
+from flexspec.compiler.artifact.manifest import Manifest, damaged
 from flexspec.compiler.artifact.model_record import LLM, ModelRecord, PartRecord, record_from_json
 from flexspec.compiler.artifact.open import Artifact, open_artifact
 from flexspec.compiler.artifact.plan import Plan, plan_from_json
@@ -51,8 +52,8 @@ class OpenedArtifact:
             files,
             record_from_json(files.read_json(layout.MODELS)),
             plan_from_json(files.read_json(layout.PLAN), layout.PLAN),
-            ranks_from_json(files.read_json(layout.RANKS), files.root.name) if several else (),
-            _digests_from_json(files.read_json(layout.CHECKS), files),
+            ranks_from_json(files.read_json(layout.RANKS)) if several else (),
+            _digests_from_json(files.read_json(layout.CHECKS)),
         )
 
     @property
@@ -150,15 +151,7 @@ class OpenedArtifact:
         return part
 
 
-def _digests_from_json(body: Json, files: Artifact) -> dict[str, dict[str, str]]:
-    sound = isinstance(body, dict) and all(
-        isinstance(digests, dict) and all(isinstance(digest, str) for digest in digests.values())
-        for digests in body.values()
-    )
-    if not sound:
-        raise ArtifactError(
-            f"{files.root.name}: {layout.CHECKS} of an unknown form",
-            "digests by model and instruction set",
-            f"rebuild it: {files.manifest.rebuild}",
-        )
-    return body  # type: ignore[no-any-return]
+def _digests_from_json(body: object) -> dict[str, dict[str, str]]:
+    table = Table.of(body, layout.CHECKS, damaged)
+    programs = {name: table.table(name) for name in table.names()}
+    return {name: {isa: part.text(isa) for isa in part.names()} for name, part in programs.items()}

@@ -11,9 +11,10 @@ from typing import Any
 
 from flexspec.checked_table import Fail, Table, show
 from flexspec.compiler.artifact import layout
+from flexspec.compiler.artifact.manifest import damaged
 from flexspec.compiler.artifact.ssm_place import PLACES, place_named
 from flexspec.draft_plan import OPEN_BATCH, DraftLadder, DraftPlan
-from flexspec.errors import ArtifactError, RequestError
+from flexspec.errors import RequestError
 
 MAX_BLOCKS = 65_536
 MAX_RANKS = 4096
@@ -75,16 +76,9 @@ def single_rank(blocks: int, ssms: int, draft: DraftPlan) -> Plan:
     return Plan((Stage(0, blocks, (0,)),), ((0,),) * ssms, DraftLadder.of(draft), "default")
 
 
-def damaged(found: str, expected: str) -> ArtifactError:
-    """The error of an artifact's plan.json."""
-    return ArtifactError(found, expected, "compile the model again")
-
-
 def plan_from_json(body: object, source: str = layout.PLAN, fail: Fail = damaged) -> Plan:
     """The plan of a JSON object. Raises ``fail``'s error, naming file, key and value, for what cannot be a plan."""
-    if not isinstance(body, dict):
-        raise fail(f"{source}: a {type(body).__name__}", "a plan, an object")
-    table = Table(body, source, fail)
+    table = Table.of(body, source, fail, "a plan, an object")
     table.only(_REQUIRED, [key.name for key in fields(Plan) if key.name not in _REQUIRED])
     stages = _stages(table)
     ssm_ranks = _ssm_ranks(table)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flexspec.checked_table import Table, show
 from flexspec.compiler.artifact import layout
-from flexspec.compiler.artifact.plan import Plan
+from flexspec.compiler.artifact.manifest import damaged
+from flexspec.compiler.artifact.plan import MAX_RANKS, Plan
 from flexspec.errors import ArtifactError
 from flexspec.graph import Graph
 from flexspec.ops.record import record_of
@@ -60,32 +61,32 @@ def several_ranks(records: tuple[RankRecord, ...], name: str) -> tuple[RankRecor
     return records
 
 
-def ranks_from_json(body: Any, name: str) -> tuple[RankRecord, ...]:
+def ranks_from_json(body: object) -> tuple[RankRecord, ...]:
     """All ranks in order. Raises ArtifactError when a field is missing or of the wrong kind, or ranks are left out."""
-    try:
-        records = tuple(
-            RankRecord(
-                int(each["rank"]),
-                int(each["stage"]),
-                bool(each["results"]),
-                tuple(str(tensor) for tensor in each["weights"]),
-                tuple(tuple(int(rank) for rank in group) for group in each["groups"]),
-            )
-            for each in body["ranks"]
-        )
-        _check(records)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ArtifactError(
-            f"{name}: {layout.RANKS} does not tell its ranks ({error})", "ranks from 0 up", "compile the model again"
-        ) from None
+    table = Table.of(body, layout.RANKS, damaged)
+    records = tuple(_record(part) for part in table.array("ranks"))
+    table.done()
+    numbers = [record.rank for record in records]
+    if numbers != list(range(len(records))):
+        raise table.error("ranks", f"ranks {numbers}", f"{len(records)} ranks, from 0 up")
+    if not any(record.results for record in records):
+        raise table.error("ranks", "no rank with results", "those of the last stage")
+    if any(rank not in numbers for record in records for group in record.groups for rank in group):
+        raise table.error("ranks", "a group with a rank that is not there", f"ranks 0 to {len(records) - 1}")
     return records
 
 
-def _check(records: Sequence[RankRecord]) -> None:
-    numbers = [record.rank for record in records]
-    if not records or numbers != list(range(len(records))):
-        raise ValueError(f"ranks {numbers}")
-    if not any(record.results for record in records):
-        raise ValueError("no rank with results")
-    if any(rank not in numbers for record in records for group in record.groups for rank in group):
-        raise ValueError("a group with a rank that is not there")
+def _record(table: Table) -> RankRecord:
+    expected = "lists of ranks"
+    groups = tuple(tuple(group) for group in table.rows("groups", expected))
+    if not all(type(rank) is int and 0 <= rank <= MAX_RANKS for group in groups for rank in group):
+        raise table.error("groups", show(groups), expected)
+    record = RankRecord(
+        table.count("rank", MAX_RANKS, 0),
+        table.count("stage", MAX_RANKS, NO_STAGE),
+        table.flag("results"),
+        table.texts("weights"),
+        groups,
+    )
+    table.done()
+    return record

@@ -10,6 +10,7 @@ from typing import Any
 
 from flexspec.api.arguments import AnyPath, AnyPaths, listed, read_dtype, read_weights
 from flexspec.api.plan import FoundPlan
+from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.plan import Plan
 from flexspec.compiler.planner.plan_file import read_plan
 from flexspec.draft_plan import DraftLadder, DraftPlan, default_draft
@@ -112,13 +113,13 @@ def _isas(asked: str | Sequence[str] | None) -> tuple[str, ...] | None:
 def _command(
     model: AnyPath, ssms: Sequence[Path], out: AnyPath, plan: object, options: CompileOptions, draft: str | None
 ) -> list[str]:
-    """The words of ``flexspec compile`` that do the same. A plan that has no file yet is called plan.json."""
+    """The words of ``flexspec compile`` that do the same. A plan that has no file yet is called as in the artifact."""
     words = ["flexspec", "compile", os.fspath(model), "-o", os.fspath(out), "--dtype", options.dtype.value]
     words += ["--weights", options.weights.name] if options.weights else []
     for ssm in ssms:
         words += ["--ssm", str(ssm)]
     if plan is not None:
-        words += ["--plan", os.fspath(plan) if isinstance(plan, str | os.PathLike) else "plan.json"]
+        words += ["--plan", os.fspath(plan) if isinstance(plan, str | os.PathLike) else layout.PLAN]
     isas = ("none",) if options.isas == () else options.isas
     for flag, names in (("--target", options.gpu_targets), ("--isa", isas)):
         words += [flag, ",".join(names)] if names else []

@@ -37,7 +37,6 @@ from flexspec.runtime.distributed.message import (
 )
 from flexspec.runtime.distributed.shards import Shard
 from flexspec.runtime.drafters.base import ModelDrafter
-from flexspec.runtime.executors.cpu_rank import RankResult
 from flexspec.runtime.executors.room import Room
 from flexspec.runtime.executors.step import StepBatch, StepResult
 from flexspec.runtime.executors.step_rules import check_finite, check_step
@@ -59,7 +58,7 @@ class Spent:
 class _Awaited:
     """A step's results: this rank's own, or arrays that are being received."""
 
-    result: RankResult
+    result: StepResult
     coming: list[dist.Work]
 
 
@@ -121,9 +120,8 @@ class DistributedExecutor:
             for work in awaited.coming:
                 work.wait()
         self.spent.wait_s += time.perf_counter() - began
-        result = awaited.result
-        check_finite(result.argmax_L)
-        return StepResult(result.argmax_L, result.logits_LV, result.features_TE)
+        check_finite(awaited.result.argmax_L)
+        return awaited.result
 
     def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         return top_successors(logits_LV, k)
@@ -197,14 +195,10 @@ class DistributedExecutor:
 
     def _expect(self, batch: StepBatch, want_logits: bool, want_features: bool) -> _Awaited:
         """Begin to receive what the last stage will send, in the order of distributed/follow.py's ``_give``."""
-        wanted, rows = len(batch.logit_rows_L), len(batch.ids_T)
-        columns = self._feature_columns if want_features else 0
-        argmax = np.empty(wanted, np.int32)
-        logits = np.empty((wanted, self.vocab_size), np.float32) if want_logits else None
-        features = np.empty((rows, columns), np.float32) if columns else None
-        arrays = [array for array in (argmax, logits, features) if array is not None]
-        coming = [self._seat.expect(array, self._source, RESULTS) for array in arrays]
-        return _Awaited(RankResult(argmax, logits, features), coming)
+        result = StepResult.room_for(
+            batch, self.vocab_size, self._feature_columns, want_logits=want_logits, want_features=want_features
+        )
+        return _Awaited(result, [self._seat.expect(array, self._source, RESULTS) for array in result.arrays()])
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,8 @@ from flexspec.runtime.distributed.message import (
     encode_draft,
 )
 from flexspec.runtime.distributed.shards import Shard
-from flexspec.runtime.executors.cpu_rank import RankResult
 from flexspec.runtime.executors.room import Room
-from flexspec.runtime.executors.step import StepBatch
+from flexspec.runtime.executors.step import StepBatch, StepResult
 
 
 class Follower:
@@ -80,18 +79,15 @@ class Follower:
         if self._gives and result is not None:
             self._give(result)
 
-    def _lost(self, batch: StepBatch, want_logits: bool, want_features: bool) -> RankResult:
+    def _lost(self, batch: StepBatch, want_logits: bool, want_features: bool) -> StepResult:
         """A result that rank 0 knows for a failure, of the sizes that it waits for."""
-        wanted, rows = len(batch.logit_rows_L), len(batch.ids_T)
-        columns = self._feature_columns if want_features else 0
-        logits = np.zeros((wanted, self._vocab_size), np.float32) if want_logits else None
-        features = np.zeros((rows, columns), np.float32) if columns else None
-        return RankResult(np.full(wanted, -1, np.int32), logits, features)
+        return StepResult.room_for(
+            batch, self._vocab_size, self._feature_columns, want_logits=want_logits, want_features=want_features
+        )
 
-    def _give(self, result: RankResult) -> None:
-        for array in (result.argmax_L, result.logits_LV, result.features_TE):
-            if array is not None:
-                self._seat.answer(np.ascontiguousarray(array), RESULTS)
+    def _give(self, result: StepResult) -> None:
+        for array in result.arrays():
+            self._seat.answer(np.ascontiguousarray(array), RESULTS)
 
     def _draft(self, host: DraftHost, body: Bytes) -> None:
         trees = host.answer(body)

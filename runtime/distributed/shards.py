@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from flexspec.graph import Graph, Node
 from flexspec.kernels.reference import TORCH_DTYPES
 from flexspec.runtime.distributed.group import Seat
-from flexspec.runtime.executors.cpu_rank import CpuRank, RankResult
-from flexspec.runtime.executors.step import StepBatch
+from flexspec.runtime.executors.cpu_rank import CpuRank
+from flexspec.runtime.executors.step import StepBatch, StepResult
 from flexspec.runtime.executors.step_times import StepTimes
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Shard(Protocol):
         """Meet the other ranks there from now on; comes before any step."""
         ...
 
-    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool) -> RankResult | None:
+    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool) -> StepResult | None:
         """None from a rank that is not in the last stage. All ranks must want the same.
 
         Raises RuntimeError (torch's own) when another rank is gone, EngineError for logits that are not finite.
@@ -55,7 +55,7 @@ class CpuShard:
     def join(self, seat: Seat) -> None:
         self._seat = seat
 
-    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool) -> RankResult | None:
+    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool) -> StepResult | None:
         self._seat.begin(len(batch.ids_T), len(batch.logit_rows_L))
         return self._rank.step(batch, self._seat.meet, want_logits=want_logits, want_features=want_features)
 
@@ -95,10 +95,9 @@ class TritonShard:
     def join(self, seat: Seat) -> None:
         self._seat = seat
 
-    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool) -> RankResult | None:
+    def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool) -> StepResult | None:
         self._seat.begin(len(batch.ids_T), len(batch.logit_rows_L))
-        result = self._executor.run(batch, want_logits=want_logits, want_features=want_features)
-        return None if result is None else RankResult(result.argmax_L, result.logits_LV, result.features_TE)
+        return self._executor.run(batch, want_logits=want_logits, want_features=want_features)
 
     def _exchange(self, node: Node, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         """What a rank only receives comes with a row counter as operand, which is not to be given."""

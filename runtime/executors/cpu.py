@@ -15,6 +15,7 @@ from flexspec.kernels.cpu.build import build_path, supported_isas
 from flexspec.kernels.cpu.launch import CpuLibrary
 from flexspec.kernels.cpu.pack import GetWeight, pack
 from flexspec.kernels.cpu.render import render
+from flexspec.kv_slots import STEP_ROWS
 from flexspec.runtime.executors.step import StepBatch, StepResult
 from flexspec.runtime.executors.step_rules import check_finite, check_step, program_arrays
 from flexspec.runtime.executors.step_times import StepTimes
@@ -30,7 +31,7 @@ class CpuExecutor:
         weights: Sequence[NDArray[np.generic]],
         *,
         pages: int,
-        max_rows: int = 256,
+        max_rows: int = STEP_ROWS,
         threads: int = 1,
     ) -> None:
         """Raises ArtifactError when library and weights do not belong together, CapacityError for too little memory."""
@@ -48,7 +49,7 @@ class CpuExecutor:
 
     @classmethod
     def from_graph(
-        cls, graph: Graph, get: GetWeight, *, pages: int, max_rows: int = 256, threads: int = 1
+        cls, graph: Graph, get: GetWeight, *, pages: int, max_rows: int = STEP_ROWS, threads: int = 1
     ) -> CpuExecutor:
         """Generate, build (cached) and pack a lowered graph in this process, for the best instruction set here.
 
@@ -65,16 +66,14 @@ class CpuExecutor:
         """Run one step. Raises EngineError for rows, tokens or positions that the program has no room for."""
         began = time.monotonic_ns()
         self._check(batch)
-        wanted = len(batch.logit_rows_L)
-        argmax = np.full(wanted, -1, np.int32)
-        logits = np.empty((wanted, self.vocab_size), np.float32) if want_logits else None
-        columns = self.facts.feature_columns if want_features else 0
-        features = np.empty((len(batch.ids_T), columns), np.float32) if columns else None
-        self._library.step(program_arrays(batch), argmax, logits, features)
-        check_finite(argmax)
+        result = StepResult.room_for(
+            batch, self.vocab_size, self.facts.feature_columns, want_logits=want_logits, want_features=want_features
+        )
+        self._library.step(program_arrays(batch), result.argmax_L, result.logits_LV, result.features_TE)
+        check_finite(result.argmax_L)
         if self._times is not None:
             self._times.note(began, time.monotonic_ns())
-        return StepResult(argmax, logits, features)
+        return result
 
     def keep_times(self, nodes: int) -> StepTimes:
         """When all steps from now on, and the program's ``nodes`` nodes, begin and end.

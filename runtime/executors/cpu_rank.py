@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -22,21 +22,13 @@ from flexspec.kernels.cpu.exchange import first_rows, split_logits
 from flexspec.kernels.cpu.launch import CpuLibrary, Rows
 from flexspec.kernels.cpu.pack import pack
 from flexspec.kernels.cpu.render import render
-from flexspec.runtime.executors.step import StepBatch
+from flexspec.kv_slots import STEP_ROWS
+from flexspec.runtime.executors.step import StepBatch, StepResult
 from flexspec.runtime.executors.step_rules import check_finite, program_arrays
 from flexspec.runtime.executors.step_times import StepTimes
 from flexspec.types import PAGE_TOKENS
 
 Meet = Callable[[int, Node, Rows | None], Rows]  # (rank, exchange, rows [n, columns] to give) -> rows that it gets
-
-
-@dataclass(frozen=True, slots=True)
-class RankResult:
-    """What a rank of the last stage gives, the same on each of them; fields as of StepResult (step.py)."""
-
-    argmax_L: NDArray[np.int32]
-    logits_LV: Rows | None
-    features_TE: Rows | None
 
 
 class CpuRank:
@@ -46,7 +38,7 @@ class CpuRank:
     """
 
     def __init__(
-        self, part: RankPart, weights: Mapping[str, Rows], *, pages: int, max_rows: int = 256, threads: int = 1
+        self, part: RankPart, weights: Mapping[str, Rows], *, pages: int, max_rows: int = STEP_ROWS, threads: int = 1
     ) -> None:
         program = render(split_logits(part.graph)[0])
         library = build_path(program.source, supported_isas()[0])
@@ -62,7 +54,7 @@ class CpuRank:
         packed: Sequence[NDArray[np.generic]],
         *,
         pages: int,
-        max_rows: int = 256,
+        max_rows: int = STEP_ROWS,
         threads: int = 1,
     ) -> CpuRank:
         """From a lowered graph whose program and packed weights are there already. Raises ArtifactError too."""
@@ -99,8 +91,8 @@ class CpuRank:
 
     def step(
         self, batch: StepBatch, meet: Meet, *, want_logits: bool = True, want_features: bool = True
-    ) -> RankResult | None:
-        """One step; None from a rank that is not in the last stage. All ranks must want the same.
+    ) -> StepResult | None:
+        """One step; None from a rank that is not in the last stage, the same from all that are. All must want the same.
 
         Raises what ``meet`` raises, and EngineError for logits that are not finite.
         """
@@ -110,13 +102,12 @@ class CpuRank:
             self._times.note(began, time.monotonic_ns())
         return result
 
-    def _step(self, batch: StepBatch, meet: Meet, want_logits: bool, want_features: bool) -> RankResult | None:
-        rows, wanted = len(batch.ids_T), len(batch.logit_rows_L)
-        argmax = np.full(wanted, -1, np.int32)
-        own_logits = want_logits or self._join is not None
-        logits = np.empty((wanted, self.facts.outputs), np.float32) if self.facts.outputs and own_logits else None
-        columns = self.facts.feature_columns if want_features else 0
-        features = np.empty((rows, columns), np.float32) if columns else None
+    def _step(self, batch: StepBatch, meet: Meet, want_logits: bool, want_features: bool) -> StepResult | None:
+        share = self.facts.outputs  # columns of the logits; a rank before the last stage has none
+        result = StepResult.room_for(
+            batch, share, self.facts.feature_columns,
+            want_logits=bool(share) and (want_logits or self._join is not None), want_features=want_features,
+        )  # fmt: skip
 
         def on_exchange(index: int, source: Rows | None, target: Rows | None) -> None:
             node = self._graph.nodes[index]
@@ -128,14 +119,17 @@ class CpuRank:
         arrays = program_arrays(batch)
         if not self.facts.reads_features:
             arrays["features"] = None
-        self._library.step(arrays, argmax, logits, features, on_exchange, first_rows(self._graph))
+        self._library.step(
+            arrays, result.argmax_L, result.logits_LV, result.features_TE, on_exchange, first_rows(self._graph)
+        )
         if not self.facts.outputs:
             return None
         if self._join is not None:
-            assert logits is not None
-            argmax, logits = self._joined(self._join, meet, argmax, logits, want_logits)
-        check_finite(argmax)
-        return RankResult(argmax, logits, features)
+            assert result.logits_LV is not None
+            whole = self._joined(self._join, meet, result.argmax_L, result.logits_LV, want_logits)
+            result = StepResult(*whole, result.features_TE)
+        check_finite(result.argmax_L)
+        return result
 
     def _joined(
         self, join: Node, meet: Meet, argmax_L: NDArray[np.int32], own_LV: Rows, want_logits: bool

@@ -54,6 +54,22 @@ class StepResult:
     logits_LV: NDArray[np.float32] | None
     features_TE: NDArray[np.float32] | None
 
+    @classmethod
+    def room_for(
+        cls, batch: StepBatch, outputs: int, feature_columns: int, *, want_logits: bool, want_features: bool
+    ) -> StepResult:
+        """Arrays of a step's sizes to be filled; the argmax is -1, which says that a row has no finite logit."""
+        wanted, rows = len(batch.logit_rows_L), len(batch.ids_T)
+        return cls(
+            np.full(wanted, -1, np.int32),
+            np.empty((wanted, outputs), np.float32) if want_logits else None,
+            np.empty((rows, feature_columns), np.float32) if want_features and feature_columns else None,
+        )
+
+    def arrays(self) -> list[NDArray[np.generic]]:
+        """What there is, in the order in which it travels between ranks."""
+        return [array for array in (self.argmax_L, self.logits_LV, self.features_TE) if array is not None]
+
 
 class Executor(Protocol):
     """Runs one model's compiled step over its own paged KV pool."""

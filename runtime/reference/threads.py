@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flexspec.compiler.partition.rank_part import RankPart
 from flexspec.compiler.partition.shares import cut_weights
 from flexspec.errors import EngineError
-from flexspec.runtime.executors.cpu_rank import CpuRank, RankResult
+from flexspec.runtime.executors.cpu_rank import CpuRank
 from flexspec.runtime.executors.step import StepBatch, StepResult
 from flexspec.runtime.executors.top_successors import top_successors
 from flexspec.runtime.reference.transport import ThreadMeetings
@@ -54,7 +54,7 @@ class CpuRanks:
         """One step of all ranks. Raises what stopped the first that failed, EngineError when they wait for ever."""
         meetings = ThreadMeetings(self._timeout_s)
 
-        def run(rank: CpuRank) -> RankResult | None:
+        def run(rank: CpuRank) -> StepResult | None:
             try:
                 return rank.step(batch, meetings.meet, want_logits=want_logits, want_features=want_features)
             except BaseException as error:
@@ -67,7 +67,7 @@ class CpuRanks:
         given = [result for result in results if result is not None]
         if any(not np.array_equal(given[0].argmax_L, other.argmax_L) for other in given[1:]):
             raise EngineError("ranks of the last stage that differ in their results", "one result", "report this fault")
-        return StepResult(given[0].argmax_L, given[0].logits_LV, given[0].features_TE)
+        return given[0]
 
     def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         return top_successors(logits_LV, k)

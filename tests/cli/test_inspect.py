@@ -184,9 +184,12 @@ def test_refusals_are_typed(artifact: Path, tmp_path: Path, capsys: pytest.Captu
     assert "FS401" in refusal(capsys, artifact)
 
 
-@pytest.mark.parametrize(("file", "body"), [("checks.json", [1]), ("kernels/x/meta.json", {"targets": 3})])
+@pytest.mark.parametrize(
+    ("file", "body", "found"),
+    [("checks.json", [1], "a list"), ("kernels/x/meta.json", {"targets": 3}, "of an unknown form")],
+)
 def test_parts_of_an_unknown_form_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, body: object
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, body: object, found: str
 ) -> None:
     record = ModelRecord("Tiny", "cd" * 32, "bf16", "bf16", 1, (2,), {}, (part("llm"),))
     with ArtifactWriter(tmp_path / "odd.fspec") as writer:
@@ -198,4 +201,5 @@ def test_parts_of_an_unknown_form_are_named(
         for name, contents in (parts | {file: body}).items():
             writer.add_json(name, contents)
         path = writer.finish(argv=["flexspec"], targets=[], tools={})
-    assert f"{file} of an unknown form" in refusal(capsys, path)
+    answer = refusal(capsys, path)
+    assert file in answer and found in answer

@@ -113,10 +113,10 @@ def test_plans_that_ranks_cannot_run_are_refused(plan: Plan, found: str) -> None
 def test_ranks_of_an_artifact_are_checked() -> None:
     records = [RankRecord(0, 0, False, ("000.matrix",), ()), RankRecord(1, 1, True, (), ((0, 1),))]
     bodies = [record.to_json() for record in records]
-    assert ranks_from_json(json.loads(json.dumps({"ranks": bodies})), "x") == tuple(records)
+    assert ranks_from_json(json.loads(json.dumps({"ranks": bodies}))) == tuple(records)
     for bad in ([], bodies[1:], bodies[:1], [bodies[0], {**bodies[1], "groups": [[0, 7]]}], [{"rank": 0}], 3):
         with pytest.raises(ArtifactError, match="ranks.json"):
-            ranks_from_json({"ranks": bad}, "x")
+            ranks_from_json({"ranks": bad})
 
 
 @pytest.mark.parametrize("name", ["no.toml", "no.json"])
