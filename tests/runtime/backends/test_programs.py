@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from rank_servers import PLANS, STAGES, artifacts_for_ranks
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.errors import ArtifactError
-from flexspec.kernels.cpu.build import supported_isas
+from flexspec.kernels.cpu.build import build_path, supported_isas
 from flexspec.runtime.backends.programs import CpuPrograms
 from flexspec.runtime.backends.registry import Needs
 from flexspec.runtime.executors.room import Room
@@ -56,22 +55,30 @@ def test_a_rank_with_other_weights_is_refused(folder: Path, tmp_path: Path, name
     open_rank(path, rank, checks=False)
 
 
-@pytest.mark.parametrize(("change", "found"), [(lambda _: b"none", "not a program"), (None, "computes other values")])
-def test_a_rank_with_another_program_is_refused(
-    folder: Path, tmp_path: Path, change: Callable[[bytes], bytes] | None, found: str
+def test_a_rank_whose_program_computes_otherwise_is_refused(folder: Path, tmp_path: Path) -> None:
+    """It loads, fits its weights and has the sizes of its graph; only the norms add another epsilon."""
+    artifact, name = folder / "pp2.fspec", layout.rank_name(0)
+    source = OpenedArtifact.at(artifact).files.read_bytes(layout.cpu_source(name)).decode()
+    assert "1e-05f" in source
+    other = build_path(source.replace("1e-05f", "1e-03f"), BEST).read_bytes()
+    path = changed_copy(artifact, tmp_path / "p.fspec", layout.cpu_library(name, BEST), lambda _: other, signed=True)
+    with pytest.raises(ArtifactError, match=f"{name} on {BEST} computes other values"):
+        open_rank(path, 0)
+    open_rank(path, 0, checks=False)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize(("other", "found"), [("no library", "not a program"), ("rank 0's", rf"(for|of) {BEST}\.so")])
+def test_a_rank_with_no_program_or_another_ranks_is_refused(
+    folder: Path, tmp_path: Path, other: str, found: str, checks: bool
 ) -> None:
-    """One that is no library, and that of another rank: it fits the weights, and meets the others elsewhere."""
-    artifact = folder / "tp2.fspec"
-    library = layout.cpu_library("llm.rank1", BEST)
-    if change is not None:
-        path = changed_copy(artifact, tmp_path / "p.fspec", library, change, signed=True)
-    else:
-        path = changed_json(
-            artifact, tmp_path / "p.fspec", layout.CHECKS,
-            lambda checks: checks | {"llm.rank1": checks["llm.rank0"]},
-        )  # fmt: skip
+    artifact = folder / "pp2.fspec"
+    first = OpenedArtifact.at(artifact).library(layout.rank_name(0), BEST).read_bytes()
+    library = layout.cpu_library(layout.rank_name(1), BEST)
+    data = b"none" if other == "no library" else first
+    path = changed_copy(artifact, tmp_path / "p.fspec", library, lambda _: data, signed=True)
     with pytest.raises(ArtifactError, match=found):
-        open_rank(path, 1)
+        open_rank(path, 1, checks=checks)
 
 
 def test_a_tensor_that_is_not_there_is_named(folder: Path, tmp_path: Path) -> None:
