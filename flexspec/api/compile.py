@@ -16,7 +16,8 @@ from flexspec.compiler.planner.plan_file import read_plan
 from flexspec.draft_plan import DraftLadder, DraftPlan, default_draft
 from flexspec.errors import CompileError
 from flexspec.kernels.cpu.build import ISA_FLAGS
-from flexspec.kernels.package.compile_model import CompileOptions, Progress, compile_model
+from flexspec.kernels.package.compile_model import CompileOptions, compile_model
+from flexspec.progress import Progress
 from flexspec.types import DType
 
 MOST_TREE_TOKENS = 512

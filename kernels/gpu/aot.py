@@ -28,7 +28,7 @@ from flexspec.kernels.gpu.targets import Target, target_of
 
 _CACHE_FORMAT = 1
 _WORKER = ["-m", "flexspec.kernels.gpu.worker"]
-Progress = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def compile_variants(
     targets: Sequence[str],
     *,
     cache_dir: Path | None = None,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> tuple[CompiledVariant, ...]:
     """Every variant for every target (variants outer), each under its first configuration inside the budget.
 
@@ -192,7 +192,7 @@ def _row_text(compiled: CompiledVariant) -> str:
     )
 
 
-def _compile_all(jobs: Sequence[_Job], cache: Path, progress: Progress | None) -> list[CompiledVariant | str]:
+def _compile_all(jobs: Sequence[_Job], cache: Path, progress: Report | None) -> list[CompiledVariant | str]:
     """Results in job order: compiled, or the compiler's error text."""
     version = triton_version()
     keys = [_cache_key(job, version) for job in jobs]
@@ -204,7 +204,7 @@ def _compile_all(jobs: Sequence[_Job], cache: Path, progress: Progress | None) -
     ]
 
 
-def _run_workers(jobs: dict[str, _Job], cache: Path, progress: Progress | None) -> dict[str, str]:
+def _run_workers(jobs: dict[str, _Job], cache: Path, progress: Report | None) -> dict[str, str]:
     """Spread ``jobs`` over one process for two cores; returns the errors by key."""
     count = min(len(jobs), max(1, usable_cores() // 2))
     shares = [dict(list(jobs.items())[i::count]) for i in range(count)]
@@ -232,7 +232,7 @@ def _worker_environment() -> dict[str, str]:
     return environment | {"TRITON_DISABLE_LINE_INFO": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _run_worker(jobs: dict[str, _Job], cache: Path, progress: Progress | None) -> dict[str, str]:
+def _run_worker(jobs: dict[str, _Job], cache: Path, progress: Report | None) -> dict[str, str]:
     """Compile ``jobs`` (by cache key) into the cache; returns the errors by key."""
     cache.mkdir(parents=True, exist_ok=True)
     errors: dict[str, str] = {}

@@ -18,7 +18,7 @@ from flexspec.errors import ArtifactError
 from flexspec.kernels.gpu.aot import (
     CompiledKernel,
     CompiledVariant,
-    Progress,
+    Report,
     Resources,
     compile_variants,
     resource_rows,
@@ -36,7 +36,7 @@ def package_kernels(
     out: Emit | Path,
     *,
     cache_dir: Path | None = None,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> ResourceRows:
     """Compile ``variants`` for ``targets`` and hand every file to ``out`` (relative path, bytes), or a folder.
 

@@ -6,7 +6,7 @@ Owns the order of these steps. What each part is called is in compiler/artifact/
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,13 @@ from flexspec.kernels.cpu.build import find_compiler, target_isas
 from flexspec.kernels.gpu.targets import target_of
 from flexspec.kernels.package.cpu import CpuPackage
 from flexspec.kernels.package.pairing import check_pairing
-from flexspec.kernels.package.parts import Part, build_parts
+from flexspec.kernels.package.parts import ModelPart, build_parts
 from flexspec.kernels.package.ranks import add_ranks
 from flexspec.kernels.package.record import model_record
 from flexspec.kernels.package.weight_store import WeightStore
+from flexspec.progress import Progress
 from flexspec.text import print_graph
 from flexspec.types import DType, WeightFormat
-
-Progress = Callable[[str, int, int], None]  # (what, done, of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,11 @@ def _check_targets(options: CompileOptions) -> None:
 
 
 def _add_gpu_parts(
-    writer: ArtifactWriter, parts: Sequence[Part], ranks: Sequence[Graph], options: CompileOptions, progress: Progress
+    writer: ArtifactWriter,
+    parts: Sequence[ModelPart],
+    ranks: Sequence[Graph],
+    options: CompileOptions,
+    progress: Progress,
 ) -> tuple[list[dict[str, Any]], GpuRecord | None]:
     if not options.gpu_targets:
         return [], None
@@ -128,7 +131,7 @@ def _add_gpu_parts(
     return add_gpu_parts(writer, parts, options.gpu_targets, options.max_tree_tokens, progress, ranks)
 
 
-def _add_tables(writer: ArtifactWriter, parts: Sequence[Part], ssm_paths: Sequence[Path]) -> None:
+def _add_tables(writer: ArtifactWriter, parts: Sequence[ModelPart], ssm_paths: Sequence[Path]) -> None:
     """Graphs, tokenizer, chat template, and the n-gram table of the first SSM folder that has one."""
     for part in parts:
         writer.add_bytes(layout.graph_file(part.name), print_graph(part.lowered).encode())

@@ -18,7 +18,7 @@ from flexspec.graph import Graph, Value
 from flexspec.kernels.cpu.pack import GetWeight
 from flexspec.kernels.gpu.family import kernel_variants
 from flexspec.kernels.gpu.package import ResourceRows, package_kernels
-from flexspec.kernels.package.parts import Part
+from flexspec.kernels.package.parts import ModelPart
 from flexspec.kernels.package.weight_store import Place, WeightStore
 from flexspec.types import DType, Role
 from flexspec.weight_formats.registry import encode_weight, plain_format, stored_values
@@ -26,7 +26,7 @@ from flexspec.weight_formats.registry import encode_weight, plain_format, stored
 
 def add_gpu_parts(
     writer: ArtifactWriter,
-    models: Sequence[Part],
+    models: Sequence[ModelPart],
     targets: Sequence[str],
     max_tree_tokens: int,
     progress: Callable[[str, int, int], None],
@@ -51,7 +51,7 @@ def add_gpu_parts(
     return rows, GpuRecord(max_tree_tokens, weights)
 
 
-def _add_weights(store: WeightStore, model: Part) -> dict[str, Place]:
+def _add_weights(store: WeightStore, model: ModelPart) -> dict[str, Place]:
     """Store what no earlier model has; returns each weight's place."""
     tensors = _canonical(model.lowered, model.get)
     return store.add(layout.canonical_weights(model.name), tensors, bf16=_bf16(model.lowered))

@@ -29,7 +29,7 @@ _FUSE = "fuse."  # names of the fuse head's weights in the LLM's graph
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModelPart:
     """One model of an artifact."""
 
     name: str  # llm, ssm, ssm2...
@@ -47,7 +47,7 @@ def build_parts(
     dtype: DType,
     weights: WeightFormat | None,
     dump_ir: Path | None,
-) -> list[Part]:
+) -> list[ModelPart]:
     """The LLM, then the SSMs, their matrices stored as ``weights`` says (None: as numbers of ``dtype``).
 
     Raises PassError, ModelConfigError, WeightError for checkpoints without a weight, and GraphError for matrices that
@@ -78,10 +78,10 @@ def build_parts(
 
 def _part(
     name: str, model: LoadedModel, graph: Graph, get: GetWeight, weights: WeightFormat | None, dump_ir: Path | None
-) -> Part:
+) -> ModelPart:
     graph = graph if weights is None else store_weights(graph, weights)
     dump = dump_ir / name if dump_ir else None
-    return Part(name, model, graph, run_passes(graph, LLM_PASSES if name == LLM else SSM_PASSES, dump), get)
+    return ModelPart(name, model, graph, run_passes(graph, LLM_PASSES if name == LLM else SSM_PASSES, dump), get)
 
 
 def _with_fuse_head(of_llm: GetWeight, of_ssm: GetWeight) -> GetWeight:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from flexspec.compiler.artifact import layout
@@ -16,17 +15,16 @@ from flexspec.compiler.passes.pipeline import LLM_PASSES
 from flexspec.graph import Graph
 from flexspec.kernels.cpu.pack import GetWeight
 from flexspec.kernels.package.cpu import CpuPackage
-from flexspec.kernels.package.parts import Part
+from flexspec.kernels.package.parts import ModelPart
 from flexspec.kernels.package.weight_store import WeightStore
+from flexspec.progress import Progress
 from flexspec.text import print_graph
-
-Progress = Callable[[str, int, int], None]  # (what, done, of)
 
 
 def add_ranks(
     writer: ArtifactWriter,
     cpu: CpuPackage,
-    llm: Part,
+    llm: ModelPart,
     plan: Plan,
     dump_ir: Path | None,
     progress: Progress,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flexspec.compiler.artifact.model_record import GpuRecord, ModelRecord, PartRecord
-from flexspec.kernels.package.parts import Part
+from flexspec.kernels.package.parts import ModelPart
 from flexspec.kernels.package.weight_store import Place
 from flexspec.step_sizes import step_sizes
 from flexspec.types import DType, Role, WeightFormat
@@ -13,7 +13,7 @@ from flexspec.weight_formats.registry import plain_format
 
 
 def model_record(
-    parts: Sequence[Part],
+    parts: Sequence[ModelPart],
     dtype: DType,
     weights: WeightFormat | None,
     packed: Mapping[str, tuple[Place, ...]],
@@ -34,7 +34,7 @@ def model_record(
     )
 
 
-def _part_record(part: Part, packed: tuple[Place, ...]) -> PartRecord:
+def _part_record(part: ModelPart, packed: tuple[Place, ...]) -> PartRecord:
     config, sizes = part.model.config, step_sizes(part.lowered)
     keep = part.model.fused.keep_ids if part.model.fused else None
     return PartRecord(

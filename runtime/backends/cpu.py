@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexspec.runtime.backends.registry import Backend, Kernels, Needs
+from flexspec.runtime.backends.registry import Backend, DeviceKernels, Needs
 
 if TYPE_CHECKING:
     from flexspec.compiler.artifact.opened import OpenedArtifact
 
 
-def _open(artifact: OpenedArtifact, needs: Needs) -> Kernels:
+def _open(artifact: OpenedArtifact, needs: Needs) -> DeviceKernels:
     from flexspec.runtime.backends.programs import CpuPrograms
 
     return CpuPrograms.of(artifact, needs)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexspec.runtime.backends.registry import Backend, Kernels, Needs, without_torch
+from flexspec.runtime.backends.registry import Backend, DeviceKernels, Needs, without_torch
 
 if TYPE_CHECKING:
     from flexspec.compiler.artifact.opened import OpenedArtifact
 
 
-def _open(artifact: OpenedArtifact, needs: Needs) -> Kernels:
+def _open(artifact: OpenedArtifact, needs: Needs) -> DeviceKernels:
     try:
         from flexspec.runtime.backends.triton import open_interpreter
     except ImportError as error:

@@ -24,7 +24,7 @@ DEFAULT_BACKEND = "cpu"
 _NO_BACKEND = ("registry", "programs", "triton")  # files of this folder that declare none
 
 
-class Kernels(Protocol):
+class DeviceKernels(Protocol):
     """An artifact's kernels on a device. All methods raise ArtifactError, CapacityError or ToolchainError."""
 
     @property
@@ -57,7 +57,7 @@ class Backend:
     name: str  # as --device and ServeOptions.device name it
     # Chooses the artifact's kernels for the device that is there. Raises ToolchainError without one, ArtifactError,
     # naming the command that adds them, when the artifact has none for it, CapacityError for trees too large for them.
-    open: Callable[[OpenedArtifact, Needs], Kernels]
+    open: Callable[[OpenedArtifact, Needs], DeviceKernels]
     process_group: str  # torch.distributed backend that carries rows between ranks
     in_host_memory: bool  # weights and pools lie in this host's memory, which is checked at start (open/capacity.py)
     times_itself: bool = True  # its steps are worth timing at start, for the tree budget

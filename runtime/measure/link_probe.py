@@ -13,15 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flexspec.errors import ToolchainError
 from flexspec.graph import Node, Value
 from flexspec.runtime.distributed.processes import RanksFailed, start_ranks, this_rank
+from flexspec.runtime.executors.cpu_rank import Meet
 from flexspec.runtime.executors.step_times import lower_quartile
 from flexspec.types import DType, Role, TensorType
 
-Meet = Callable[[int, Node, NDArray[np.float32] | None], NDArray[np.float32]]  # as Seat.meet
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)  # bytes
 _COLUMNS = 256  # float32, of a row
 _ROW_BYTES = 4 * _COLUMNS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,13 +37,13 @@ from flexspec.errors import EngineError, PlanError
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.cpu.exchange import split_logits
 from flexspec.kernels.package.compile_model import CompileOptions, compile_model
+from flexspec.progress import Progress
 from flexspec.runtime.distributed.processes import RankProcesses, RanksFailed, start_ranks
 from flexspec.runtime.measure.plan_process import PlanProcess, times_file
 from flexspec.runtime.measure.round_runs import MeasuredRound, RoundRequest
 from flexspec.runtime.measure.stamps import RankTimes, Steps, complete, draft_lines, quartile_mean, verify_lines
 from flexspec.types import DType, WeightFormat
 
-Progress = Callable[[str, int, int], None]
 _ENDS_WITHIN_S = 60
 
 

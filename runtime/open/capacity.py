@@ -12,7 +12,7 @@ from flexspec.draft_plan import DraftLadder
 from flexspec.errors import ArtifactError, CapacityError
 from flexspec.kv_slots import longest_request, pages_of, request_slots
 from flexspec.runtime.backends.registry import backend_of
-from flexspec.runtime.open.host_memory import Pool, check_memory
+from flexspec.runtime.open.host_memory import ModelPool, check_memory
 from flexspec.runtime.open.serve_options import ServeOptions
 
 
@@ -70,9 +70,9 @@ def check_room(artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOpti
         return
     context, _ = context_tokens(artifact, ladder, options)
     held = {rank for stage in artifact.plan.stages for rank in stage.ranks}
-    pools = [Pool(layout.rank_name(rank), options.pages) for rank in ranks if rank in held]
-    pools += [Pool(LLM, options.pages)] if not ranks else []
+    pools = [ModelPool(layout.rank_name(rank), options.pages) for rank in ranks if rank in held]
+    pools += [ModelPool(LLM, options.pages)] if not ranks else []
     for part, living in ssms_of(artifact, ladder):
         pages = ssm_pages(options, living, context) if ranks else options.pages
-        pools += [Pool(part.name, pages)] * (sum(rank in ranks for rank in living) if ranks else 1)
+        pools += [ModelPool(part.name, pages)] * (sum(rank in ranks for rank in living) if ranks else 1)
     check_memory(artifact, pools, options.room.max_rows, options.max_requests)

@@ -28,7 +28,7 @@ class HostMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class ModelPool:
     """A model, or a rank's part of one, that will run here: its graph's name in the artifact, pages of its pool."""
 
     graph: str
@@ -72,7 +72,7 @@ def _group_limits(cgroup: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def check_memory(
-    artifact: OpenedArtifact, pools: Sequence[Pool], rows: int, requests: int, host: HostMemory | None = None
+    artifact: OpenedArtifact, pools: Sequence[ModelPool], rows: int, requests: int, host: HostMemory | None = None
 ) -> None:
     """Refuse pools that cannot be: raises CapacityError with the byte table.
 
@@ -98,7 +98,7 @@ def check_memory(
     )
 
 
-def _held(artifact: OpenedArtifact, pools: Sequence[Pool], rows: int, requests: int) -> tuple[RankBytes, int]:
+def _held(artifact: OpenedArtifact, pools: Sequence[ModelPool], rows: int, requests: int) -> tuple[RankBytes, int]:
     """All models together, and bytes of one page more in each pool."""
     held, per_page = RankBytes(0, 0, 0, 0, 0, 0, 0, 0), 0
     for pool in pools:

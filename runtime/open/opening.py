@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.draft_plan import DraftLadder
-from flexspec.runtime.backends.registry import Backend, Kernels, Needs, backend_of
+from flexspec.runtime.backends.registry import Backend, DeviceKernels, Needs, backend_of
 from flexspec.runtime.open.drafters import choose_ladder
 from flexspec.runtime.open.serve_options import ServeOptions
 
@@ -19,7 +19,7 @@ class Opening:
     options: ServeOptions
     ladder: DraftLadder  # the draft plan of every batch size, of the option or the artifact
     backend: Backend
-    kernels: Kernels
+    kernels: DeviceKernels
 
     @classmethod
     def of(cls, artifact: OpenedArtifact, options: ServeOptions) -> Opening:

@@ -17,6 +17,7 @@ from flexspec.arithmetic import ceil_div
 from flexspec.compiler.artifact.ngram_table import build_table
 from flexspec.compiler.frontends.open_model import LoadedModel, open_model
 from flexspec.ops.rope import rope_tables
+from flexspec.progress import Progress
 from flexspec.runtime.executors.step import Executor
 from flexspec.runtime.tune.config import TuneConfig
 from flexspec.runtime.tune.corpus import Conversation, kept_tokens, read_corpus, sequences, shard_exists, split
@@ -29,7 +30,6 @@ from flexspec.runtime.tune.model import FusedStateNet, Weights, initial_weights,
 from flexspec.runtime.tune.train import Teacher, Trainer, kept_tensor, prepare_torch
 from flexspec.types import PAGE_TOKENS
 
-Progress = Callable[[str, int, int], None]  # (phase, done, total)
 Log = Callable[[str], None]
 OpenExecutor = Callable[[LoadedModel, TuneConfig], Executor]
 _LOG_SECONDS = 60.0

@@ -12,10 +12,10 @@ from typing import Any
 
 from flexspec.compiler.frontends.torch_mlir.terms import (
     Kind,
-    Part,
     Scalar,
     Scope,
     Shape,
+    Summand,
     Term,
     Unmatched,
     changed,
@@ -26,10 +26,10 @@ from flexspec.compiler.frontends.torch_mlir.views import RULES, as_heads, as_row
 __all__ = ["RULES"]
 
 _FREE = "1FN"  # letters that line up with any dim
-_ROTATED = frozenset({Part(1, "x", "cos"), Part(1, "rot", "sin")})
-_ROTATED_LO = frozenset({Part(1, "lo", "cos"), Part(-1, "hi", "sin")})
-_ROTATED_HI = frozenset({Part(1, "hi", "cos"), Part(1, "lo", "sin")})
-_MINUS_HI, _LO = frozenset({Part(-1, "hi")}), frozenset({Part(1, "lo")})
+_ROTATED = frozenset({Summand(1, "x", "cos"), Summand(1, "rot", "sin")})
+_ROTATED_LO = frozenset({Summand(1, "lo", "cos"), Summand(-1, "hi", "sin")})
+_ROTATED_HI = frozenset({Summand(1, "hi", "cos"), Summand(1, "lo", "sin")})
+_MINUS_HI, _LO = frozenset({Summand(-1, "hi")}), frozenset({Summand(1, "lo")})
 
 
 def broadcast(a: Term, b: Term, shape: Shape) -> str:
@@ -183,7 +183,7 @@ def concatenate(scope: Scope, args: list[Any], shape: Shape) -> Term:
     )
     x = changed(a, shape=shape)
     if (a.parts, b.parts) == (_MINUS_HI, _LO):
-        return changed(x, parts=frozenset({Part(1, "rot")}))
+        return changed(x, parts=frozenset({Summand(1, "rot")}))
     whole = (a.parts, b.parts) == (_ROTATED_LO, _ROTATED_HI)
     expect(whole, f"cat of {_show(a)} and {_show(b)}", "cat(lo cos - hi sin, hi cos + lo sin) or cat(-hi, lo)")
     return _rotation(scope, x)
@@ -231,7 +231,7 @@ def _times_table(scope: Scope, x: Term, table: Term, shape: Shape) -> Term:
     axes = broadcast(x, table, shape)
     expect(x.axes[-1] == "D" and "T" in table.axes, f"{x} * {table}", "a value [T,H,D] times cos or sin of its rows")
     expect(axes.rjust(len(shape), "1") == x.axes.rjust(len(shape), "1"), f"{x} * {table}", "a table along T and D")
-    parts = x.parts if x.kind is Kind.ROTARY else frozenset({Part(1, "x")})
+    parts = x.parts if x.kind is Kind.ROTARY else frozenset({Summand(1, "x")})
     expect(all(not part.table for part in parts), f"{x} times a second table", "cos or sin once")
     head_dim = x.value.type.dims[-1]
     assert isinstance(head_dim, int)

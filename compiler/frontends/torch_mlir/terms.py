@@ -65,7 +65,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Summand:
     """One summand of a rotation: ``sign * piece(x) * table``; piece: x, its halves lo and hi, or rot = cat(-hi, lo)."""
 
     sign: int
@@ -82,7 +82,7 @@ class Term:
     shape: Shape
     base: Value | None = None
     eps: float = 0.0
-    parts: frozenset[Part] = frozenset()
+    parts: frozenset[Summand] = frozenset()
     table: str = ""  # TABLE: cos or sin
     const: torch.Tensor | None = field(default=None, compare=False)  # CONST: its value; ANGLES: inverse frequencies
     scale: float | None = field(default=None, compare=False)  # TABLE: factor on cos and sin, None if not visible

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from flexspec.compiler.frontends.torch_mlir.terms import (
     END,
     Kind,
-    Part,
     Scalar,
     Scope,
     Shape,
+    Summand,
     Term,
     Unmatched,
     changed,
@@ -193,7 +193,7 @@ def _half(scope: Scope, x: Term, piece: str, shape: Shape) -> Term:
         return changed(x, shape=shape)
     x = as_heads(scope, x)
     expect(x.kind is Kind.VALUE and x.axes[-1] == "D", f"{x} cut in half", "halves of the head dim, [T,H,D]")
-    return changed(x, kind=Kind.ROTARY, parts=frozenset({Part(1, piece)}), shape=shape)
+    return changed(x, kind=Kind.ROTARY, parts=frozenset({Summand(1, piece)}), shape=shape)
 
 
 def _halves(scope: Scope, x: Term, dim: int, halved: bool, how: object) -> list[Term]:

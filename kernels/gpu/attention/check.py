@@ -75,7 +75,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
+class AttentionInputs:
     """Inputs of a case; ``ancestors_TW`` and the integer tables as in runtime's StepBatch."""
 
     q_THD: torch.Tensor
@@ -108,7 +108,7 @@ def _ancestors(request: RequestRows, words: int, rng: np.random.Generator) -> ND
     return table
 
 
-def make_inputs(case: Case, seed: int, device: str) -> StepInputs:
+def make_inputs(case: Case, seed: int, device: str) -> AttentionInputs:
     """Random inputs of a case: unit normal q, K and V, shuffled pages, and NaN in every slot no row may read."""
     import torch
 
@@ -133,7 +133,7 @@ def make_inputs(case: Case, seed: int, device: str) -> StepInputs:
         return torch.from_numpy(values.reshape(shape)).to(device, dtype)
 
     starts = np.cumsum([0] + [request.tokens for request in case.requests]).astype(np.int32)
-    return StepInputs(
+    return AttentionInputs(
         torch.from_numpy(normal(int(starts[-1]), case.heads, case.head_dim)).to(device, dtype),
         cache(),
         cache(),
@@ -145,7 +145,7 @@ def make_inputs(case: Case, seed: int, device: str) -> StepInputs:
     )
 
 
-def reference(inputs: StepInputs, scale: float) -> torch.Tensor:
+def reference(inputs: AttentionInputs, scale: float) -> torch.Tensor:
     """Attention [T, H, D] in float64 on the CPU, one row after the other."""
     import torch
 
@@ -170,7 +170,7 @@ def reference(inputs: StepInputs, scale: float) -> torch.Tensor:
     return out
 
 
-def run_case(case: Case, kernels: Kernels, inputs: StepInputs, device: str) -> torch.Tensor:
+def run_case(case: Case, kernels: Kernels, inputs: AttentionInputs, device: str) -> torch.Tensor:
     """Launch the kernels on the inputs of a case; returns [T, H, D] in the case's dtype."""
     count = len(row_tiles(inputs.starts_R1, case.variant().tokens_per_tile))
     tables = step_tables(

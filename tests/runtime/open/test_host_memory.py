@@ -16,7 +16,7 @@ from flexspec.errors import CapacityError
 from flexspec.runtime.open import capacity, host_memory
 from flexspec.runtime.open.drafters import choose_ladder
 from flexspec.runtime.open.engine import open_engine
-from flexspec.runtime.open.host_memory import HostMemory, Pool, check_memory
+from flexspec.runtime.open.host_memory import HostMemory, ModelPool, check_memory
 from flexspec.runtime.open.serve_options import ServeOptions
 
 MEMINFO = "MemTotal:       24000 kB\nMemFree:          100 kB\nMemAvailable:   20000 kB\n"
@@ -48,7 +48,7 @@ def test_serving_refuses_a_pool_that_the_machine_cannot_hold(artifact: Path, mon
 
 
 def test_weights_are_mapped_and_need_not_be_free(artifact: Path) -> None:
-    opened, pools = OpenedArtifact.at(artifact), [Pool("llm", 4), Pool("ssm", 4)]
+    opened, pools = OpenedArtifact.at(artifact), [ModelPool("llm", 4), ModelPool("ssm", 4)]
     held, _ = host_memory._held(opened, pools, 64, 4)
     own = held.total - held.weights
     assert held.weights > 0 and held.kv > 0
@@ -61,7 +61,7 @@ def test_weights_are_mapped_and_need_not_be_free(artifact: Path) -> None:
 
 
 def test_ranks_of_one_host_are_counted_together(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[list[Pool]] = []
+    counted: list[list[ModelPool]] = []
     monkeypatch.setattr(capacity, "check_memory", lambda _, pools, *sizes: counted.append(pools))
     stages = (Stage(0, 1, (0, 1)), Stage(1, 2, (2,)))
     plan = Plan(stages, ((1, 3),), DraftLadder.of(DraftPlan.parse("chain:2/sources=ssm")), "hand")
