@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexspec.compiler.artifact.plan import Stage
+from flexspec.compiler.artifact.plan import Stage, check_blocks, check_stages
 from flexspec.errors import PartitionError
 from flexspec.graph import Graph, Value
 from flexspec.types import Role
@@ -53,30 +53,15 @@ def cut_stages(graph: Graph, stages: Sequence[Stage]) -> tuple[StageCut, ...]:
             "decoder blocks with numbers, between which stages are cut",
             "write them with `with b.block(i):` in the model file",
         )
-    check_stages(stages, 1 + max(blocks.values()))
+    check_stages(stages, _invalid)
+    check_blocks(stages[-1].end_block if stages else 0, 1 + max(blocks.values()), _invalid)
     place = _places(graph, stages, blocks)
     crossings = _crossings(graph, place, len(stages))
     return tuple(_stage_cut(graph, stages, place, crossings, at) for at in range(len(stages)))
 
 
-def check_stages(stages: Sequence[Stage], blocks: int) -> None:
-    """Raise PartitionError unless the stages cover ``blocks`` blocks in order, each rank being in one stage."""
-    shown = ", ".join(f"{stage.first_block}-{stage.end_block} on {list(stage.ranks)}" for stage in stages) or "none"
-    edges = [0, *(stage.end_block for stage in stages)]
-    starts = [stage.first_block for stage in stages]
-    if starts != edges[:-1] or edges[-1] != blocks or any(s.end_block <= s.first_block for s in stages):
-        raise PartitionError(
-            f"stages of blocks {shown}",
-            f"stages of a block or more that cover blocks 0 to {blocks} one after the other",
-            "correct first_block and end_block (not included) in the plan",
-        )
-    ranks = [rank for stage in stages for rank in stage.ranks]
-    if len(set(ranks)) != len(ranks) or any(rank < 0 for rank in ranks) or any(not stage.ranks for stage in stages):
-        raise PartitionError(
-            f"stages of blocks {shown}",
-            "one rank or more for each stage, and each rank in one stage",
-            "correct the ranks in the plan",
-        )
+def _invalid(key: str, found: str, expected: str) -> PartitionError:
+    return PartitionError(f"{key}: {found}", expected, "correct the stages of the plan")
 
 
 def _places(graph: Graph, stages: Sequence[Stage], blocks: dict[str, int]) -> dict[str, int]:

@@ -16,6 +16,8 @@ from flexspec.compiler.artifact.plan import (
     MOST_MICRO_BATCHES,
     Plan,
     Stage,
+    check_blocks,
+    check_plan,
     plan_from_json,
 )
 from flexspec.compiler.artifact.ssm_place import (
@@ -173,19 +175,14 @@ def _place_of(plan: Plan) -> SsmPlace:
 
 
 def check_runnable(plan: Plan, blocks: int, ssms: int) -> None:
-    """Raise PlanError for a plan that does not fit the model, or that no ranks can run."""
-    held = sorted(rank for stage in plan.stages for rank in stage.ranks)
-    every = sorted({*held, *(rank for ranks in plan.ssm_ranks for rank in ranks)})
-    if len(set(held)) < len(held) or every != list(range(len(every))) or 0 not in held:
-        raise wrong(
-            f"a plan with ranks {held} in its stages, {list(plan.ssm_ranks)} for its SSMs",
-            "each rank in one stage at most, rank 0 in one, and none left out",
-        )
-    if plan.stages[-1].end_block != blocks:
-        raise PlanError(f"a plan of {plan.stages[-1].end_block} blocks", f"{blocks}, the model's", "plan this model")
+    """Raise PlanError for a plan that no ranks can run, or that was not made for this model and its SSMs."""
+    check_plan(plan, _invalid)
+    check_blocks(plan.stages[-1].end_block, blocks, _invalid)
+    if all(0 not in stage.ranks for stage in plan.stages):
+        raise _invalid("stages", f"ranks {[list(stage.ranks) for stage in plan.stages]}", "rank 0 in one of them")
     if len(plan.ssm_ranks) != ssms:
         raise wrong(f"a plan for {len(plan.ssm_ranks)} SSMs", f"{ssms}, as many as --ssm names")
-    if any(not ranks or len(set(ranks)) < len(ranks) for ranks in plan.ssm_ranks):
-        raise wrong(f"SSMs on ranks {list(plan.ssm_ranks)}", "one or more ranks for each, each once")
-    if any(not 1 <= count <= MOST_MICRO_BATCHES for count in plan.micro_batches):
-        raise wrong(f"micro-batches {list(plan.micro_batches)}", f"1 to {MOST_MICRO_BATCHES} each")
+
+
+def _invalid(key: str, found: str, expected: str) -> PlanError:
+    return wrong(f"plan: {key}: {found}", expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from flexspec.compiler.artifact.plan import Plan
+from flexspec.compiler.artifact.plan import Plan, check_blocks
 from flexspec.compiler.artifact.ssm_place import FirstStage, NoSsm, SeparateDevices, SsmPlace
 from flexspec.compiler.planner.plan_choice import (
     Layout,
@@ -76,8 +76,11 @@ def hand_layout(problem: Problem, plan: HandPlan, place: SsmPlace) -> Layout:
 def stage_cuts(problem: Problem, plan: HandPlan) -> tuple[Cut, ...]:
     """The stages as the search writes them. A node is entered once: leaving it and coming back is not in the space."""
     machine = problem.machine
-    if plan.blocks != problem.llm.blocks:
-        raise wrong(f"{plan.source}: stages of {plan.blocks} blocks", f"{problem.llm.blocks}, the model's")
+
+    def invalid(key: str, found: str, expected: str) -> PlanError:
+        return wrong(f"{plan.source}: {key}: {found}", expected)
+
+    check_blocks(plan.blocks, problem.llm.blocks, invalid)
     for device in (*(device for _, devices in plan.stages for device in devices), *plan.ssm_devices):
         if device >= machine.devices:
             raise wrong(f"{plan.source}: device {device}", f"0 to {machine.devices - 1}, the machine's devices")

@@ -103,7 +103,7 @@ def test_a_hand_written_plan_is_priced(capsys: pytest.CaptureFixture[str], tmp_p
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("blocks = 40", "blocks = 39", "stages of 79 blocks; expected 80"),
+        ("blocks = 40", "blocks = 39", "stages: 79 blocks; expected 80"),
         ("[4, 5, 6, 7]", "[3, 4, 5, 6]", "a device twice"),
         ("[4, 5, 6, 7]", "[4, 5, 6, 8]", "device 8"),
         ("[4, 5, 6, 7]", "[4, 5, 6, -1]", "stages[1].devices: [4, 5, 6, -1]"),

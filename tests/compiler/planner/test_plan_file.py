@@ -94,15 +94,15 @@ def test_bad_json_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "found"),
     [
-        (replace(PLAN, stages=(Stage(0, 2, (1, 2)),)), r"ranks \[1, 2\]"),
-        (replace(PLAN, stages=(Stage(0, 3, (0,)),)), "3 blocks"),
+        (replace(PLAN, stages=(Stage(0, 2, (1, 2)),)), r"stages: ranks \[\[1, 2\]\]"),
+        (replace(PLAN, stages=(Stage(0, 3, (0,)),)), "plan: stages: 3 blocks; expected 2"),
         (replace(PLAN, ssm_ranks=()), "0 SSMs"),
-        (replace(PLAN, ssm_ranks=((0, 0),)), r"SSMs on ranks \[\(0, 0\)\]"),
-        (replace(PLAN, ssm_ranks=((),)), r"SSMs on ranks \[\(\)\]"),
-        (replace(PLAN, ssm_ranks=((4,),)), r"\[\(4,\)\] for its SSMs"),
-        (replace(PLAN, stages=(Stage(0, 2, (1,)),), ssm_ranks=((0,),)), r"ranks \[1\] in its stages"),
-        (replace(PLAN, micro_batches=(1, 17)), r"micro-batches \[1, 17\]"),
-        (replace(PLAN, micro_batches=(0,)), "micro-batches"),
+        (replace(PLAN, ssm_ranks=((0, 0),)), r"ssm_ranks: \[0, 0\]"),
+        (replace(PLAN, ssm_ranks=((),)), r"ssm_ranks: \[\]"),
+        (replace(PLAN, ssm_ranks=((4,),)), r"ranks \[0, 1, 2, 4\]; expected 4 ranks"),
+        (replace(PLAN, stages=(Stage(0, 2, (1,)),), ssm_ranks=((0,),)), r"ranks \[\[1\]\]; expected rank 0"),
+        (replace(PLAN, micro_batches=(1, 17)), r"micro_batches: \[1, 17\]"),
+        (replace(PLAN, micro_batches=(0,)), r"micro_batches: \[0\]"),
     ],
 )
 def test_plans_that_ranks_cannot_run_are_refused(plan: Plan, found: str) -> None:
