@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flexspec.compiler.prices.cost import all_reduce_us, op_us
@@ -13,16 +13,31 @@ from flexspec.graph import Graph
 from flexspec.ops.record import record_of
 from flexspec.types import DType
 
-_MEMORY_ROWS, _COMPUTE_ROWS = 4, 16  # steps up to the first are bound by reading weights, from the second by arithmetic
+_MEMORY_ROWS = 4  # steps of at most so many rows are bound by reading weights
+_COMPUTE_ROWS = 16  # steps of at least so many rows are bound by arithmetic
 _LEAST, _MOST = 1e-3, 4.0  # range of a correction
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredSteps:
+    """Steps of one request that were measured on a device."""
+
+    dtype: DType
+    calls: Sequence[Call]  # the operators that ran in each of them
+    context_tokens: int
+    times_us: Mapping[int, float]  # by the step's rows
+
+    def predict(self, device: Device) -> dict[int, float]:
+        """Microseconds of the same steps as ``device`` prices them, by rows."""
+        return {rows: step_us(device, self.dtype, self.calls, rows, self.context_tokens) for rows in self.times_us}
+
+
+@dataclass(frozen=True, slots=True)
 class StepFit:
-    """The fitted device, and (rows, predicted us, measured us) of every step size."""
+    """How well a fitted device predicts the steps that it was fitted to."""
 
     device: Device
-    rows: tuple[tuple[int, float, float], ...]
+    rows: tuple[tuple[int, float, float], ...]  # (rows, predicted us, measured us) of every step size
 
     @property
     def worst_ratio(self) -> float:
@@ -50,84 +65,44 @@ def step_us(device: Device, dtype: DType, calls: Sequence[Call], rows: int, cont
     return sum(op_us(device, dtype, call, sizes) for call in calls)
 
 
-def fit_device(
-    device: Device,
-    dtype: DType,
-    calls: Sequence[Call],
-    measured_us: Mapping[int, float],
-    context_tokens: int,
-    origin: str,
-) -> StepFit:
-    """``device`` with corrections of bandwidth and arithmetic that suit the measured steps (rows -> us) best.
-
-    The two are fitted in turn, each to the steps that it bounds, by least squares of the logarithm of the ratio.
-    """
-    key = "f32_flops_per_s" if dtype is DType.F32 else "flops_per_s"
-
-    def changed(peaks: Peaks) -> Device:
-        return replace(
-            device,
-            **{"bandwidth_bytes_per_s": peaks.bandwidth_bytes_per_s, key: peaks.flops_per_s},  # type: ignore[arg-type]
-        )
-
-    load = _Load(dtype, calls, context_tokens, measured_us)
-    fitted = changed(_fit_peaks(device.peaks(dtype, ""), changed, load, origin))
-    rows = tuple((n, us, measured_us[n]) for n, us in sorted(load.times(fitted).items()))
+def fit_device(device: Device, steps: MeasuredSteps, origin: str) -> StepFit:
+    """``device`` with the corrections of bandwidth and arithmetic that fit the measured steps best."""
+    fitted = _fit_peaks(device, None, steps, origin)
+    rows = tuple((rows, us, steps.times_us[rows]) for rows, us in sorted(steps.predict(fitted).items()))
     return StepFit(fitted, rows)
 
 
-def fit_operator(
-    device: Device,
-    dtype: DType,
-    calls: Sequence[Call],
-    measured_us: Mapping[int, float],
-    context_tokens: int,
-    origin: str,
-) -> Device:
-    """``device`` with peaks of their own for the operator of ``calls``, which took ``measured_us`` (rows -> us)."""
-    (name,) = {call.record.name for call in calls}
-
-    def changed(peaks: Peaks) -> Device:
-        return replace(device, operators={**device.operators, name: peaks})
-
-    load = _Load(dtype, calls, context_tokens, measured_us)
-    return changed(_fit_peaks(device.peaks(dtype, name), changed, load, origin))
+def fit_operator(device: Device, steps: MeasuredSteps, origin: str) -> Device:
+    """``device`` with separate peaks for the one operator that ``steps`` consist of."""
+    (operator,) = {call.record.name for call in steps.calls}
+    return _fit_peaks(device, operator, steps, origin)
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """Steps that were measured: what ran in them, and rows -> us."""
+def _fit_peaks(device: Device, operator: str | None, steps: MeasuredSteps, origin: str) -> Device:
+    """``device`` with fitted peaks of an operator, or of all that have no peaks of their own (None).
 
-    dtype: DType
-    calls: Sequence[Call]
-    context_tokens: int
-    measured_us: Mapping[int, float]
+    Bandwidth is fitted to the narrow steps and arithmetic to the wide ones, in turn, by least squares of the logarithm
+    of predicted / measured.
+    """
+    measured_us = steps.times_us
+    narrow = [rows for rows in measured_us if rows <= _MEMORY_ROWS] or [min(measured_us)]
+    wide = [rows for rows in measured_us if rows >= _COMPUTE_ROWS] or [max(measured_us)]
 
-    def times(self, device: Device) -> dict[int, float]:
-        """The same steps as ``device`` prices them."""
-        return {rows: step_us(device, self.dtype, self.calls, rows, self.context_tokens) for rows in self.measured_us}
+    def error(peaks: Peaks, sizes: Sequence[int]) -> float:
+        predicted_us = steps.predict(device.with_peaks(steps.dtype, operator, peaks))
+        return sum(math.log(predicted_us[rows] / measured_us[rows]) ** 2 for rows in sizes)
 
-
-def _fit_peaks(peaks: Peaks, changed: Callable[[Peaks], Device], load: _Load, origin: str) -> Peaks:
-    """Corrections of both peaks of the device that ``changed`` makes: bandwidth by the narrow steps, arithmetic by the
-    wide ones, in turn."""
-    measured_us = load.measured_us
-    few = [rows for rows in measured_us if rows <= _MEMORY_ROWS] or [min(measured_us)]
-    many = [rows for rows in measured_us if rows >= _COMPUTE_ROWS] or [max(measured_us)]
-
-    def error(candidate: Peaks, sizes: Sequence[int]) -> float:
-        found = load.times(changed(candidate))
-        return sum(math.log(found[rows] / measured_us[rows]) ** 2 for rows in sizes)
-
+    peaks = device.peaks(steps.dtype, operator)
     for _ in range(3):
-        for name, sizes in (("bandwidth_bytes_per_s", few), ("flops_per_s", many)):
-            held: Constant = getattr(peaks, name)
-            tried = [
-                replace(peaks, **{name: Constant(held.value, correction, origin)})
+        for name, sizes in (("bandwidth_bytes_per_s", narrow), ("flops_per_s", wide)):
+            value = getattr(peaks, name).value
+            corrected = [
+                replace(peaks, **{name: Constant(value, correction, origin)})
                 for correction in _grid(_LEAST, _MOST, 120)
             ]
-            peaks = min(tried, key=lambda each: error(each, sizes))
-    return peaks
+            errors = [error(candidate, sizes) for candidate in corrected]
+            peaks = corrected[errors.index(min(errors))]
+    return device.with_peaks(steps.dtype, operator, peaks)
 
 
 def _grid(least: float, most: float, count: int) -> list[float]:
@@ -138,10 +113,10 @@ def _grid(least: float, most: float, count: int) -> list[float]:
 def fit_link(
     name: str, transfers_us: Mapping[int, float], reduces_us: Mapping[int, float], ranks: int, origin: str
 ) -> Link:
-    """A link from times of transfers and of all-reduces by bytes.
+    """A link from the times of transfers and of all-reduces, both by bytes.
 
-    The start is the smallest transfer's time and the bandwidth what the largest takes beyond it; all-reduces get a
-    table over what those two predict, since a library's collectives start slower than its transfers.
+    Its latency is the smallest transfer's time, its bandwidth follows from what the largest takes beyond that.
+    All-reduces get a table over what these two predict, since a library's collectives start slower than its transfers.
     """
     sizes = sorted(transfers_us)
     alpha_us = min(transfers_us.values())
@@ -154,11 +129,11 @@ def fit_link(
     )
     points: list[tuple[float, float]] = []
     for size in sorted(reduces_us):
-        ideal, found = all_reduce_us(link, size, ranks), reduces_us[size]
-        if not points or ideal > points[-1][0] * 1.01:
-            floor = points[-1][1] if points else 0.0
-            points.append((float(f"{ideal:.4g}"), max(floor, float(f"{found:.4g}"))))
+        ideal_us = all_reduce_us(link, size, ranks)
+        if not points or ideal_us > points[-1][0] * 1.01:
+            floor_us = points[-1][1] if points else 0.0
+            points.append((float(f"{ideal_us:.4g}"), max(floor_us, float(f"{reduces_us[size]:.4g}"))))
     if len(points) < 2:
         return link
-    # The runtime's sum is a gather and an addition in order: one table serves both.
+    # The runtime sums by a gather and additions in rank order: one table serves both.
     return replace(link, measured={"all_reduce": tuple(points), "all_gather": tuple(points)})

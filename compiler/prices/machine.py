@@ -7,7 +7,7 @@ correction. Files that ship lie in compiler/prices/machines/; :func:`open_machin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flexspec.checked_table import Table, read_table
@@ -79,10 +79,22 @@ class Device:
     operators: Mapping[str, Peaks] = field(default_factory=dict)
     processor: Processor = PROCESSORS["gpu"]
 
-    def peaks(self, dtype: DType, operator: str) -> Peaks:
-        """Bandwidth and arithmetic that an operator is priced with."""
+    def peaks(self, dtype: DType, operator: str | None) -> Peaks:
+        """Peaks that an operator is priced with; None: one that has no peaks of its own."""
+        if operator is not None and operator in self.operators:
+            return self.operators[operator]
         flops = self.f32_flops_per_s if dtype is DType.F32 else self.flops_per_s
-        return self.operators.get(operator) or Peaks(self.bandwidth_bytes_per_s, flops)
+        return Peaks(self.bandwidth_bytes_per_s, flops)
+
+    def with_peaks(self, dtype: DType, operator: str | None, peaks: Peaks) -> Device:
+        """This device with other peaks of an operator; None: of all that have no peaks of their own."""
+        if operator is not None:
+            return replace(self, operators={**self.operators, operator: peaks})
+        if dtype is DType.F32:
+            return replace(
+                self, bandwidth_bytes_per_s=peaks.bandwidth_bytes_per_s, f32_flops_per_s=peaks.flops_per_s
+            )  # fmt: skip
+        return replace(self, bandwidth_bytes_per_s=peaks.bandwidth_bytes_per_s, flops_per_s=peaks.flops_per_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flexspec.arithmetic import ceil_div
 from flexspec.compiler.artifact.model_record import LLM
 from flexspec.compiler.artifact.opened import OpenedArtifact
-from flexspec.compiler.prices.fit_machine import StepFit, fit_device, fit_link, fit_operator, graph_calls
+from flexspec.compiler.prices.fit_machine import MeasuredSteps, StepFit, fit_device, fit_link, fit_operator, graph_calls
 from flexspec.compiler.prices.machine import (
     DEVICE_KEYS,
     PROCESSORS,
@@ -89,7 +89,7 @@ def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> FittedMachin
         nodes = time_nodes(first, executors[1:], graph, context)
     launch = Constant(float(f"{shortest_us(nodes[1]):.4g}"), 1.0, f"the shortest operator of a row; {origin}")
     start = replace(kept_device(kind.device), memory_bytes=memory, launch_us=launch, processor=PROCESSORS["cpu"])
-    steps = fit_device(start, dtype, graph_calls(graph), times, _CONTEXT_TOKENS, fitted_peak)
+    steps = fit_device(start, MeasuredSteps(dtype, graph_calls(graph), _CONTEXT_TOKENS, times), fitted_peak)
     device = fit_attention(steps.device, dtype, graph, nodes, context, fitted_peak)
     link, tables_origin = kept_link(kind.link), f"kept from {TEMPLATE}, not measured here"
     if links and ranks > 1:
@@ -201,7 +201,8 @@ def fit_attention(
     caches = {value.name for value in graph.inputs_of(Role.KV)}
     places = [i for i, node in enumerate(graph.nodes) if caches & set(node.inputs)]
     measured_us = {rows: float(took_us[places].sum()) for rows, took_us in nodes_us.items()}
-    return fit_operator(device, dtype, calls, measured_us, context_tokens, origin) if calls else device
+    steps = MeasuredSteps(dtype, calls, context_tokens, measured_us)
+    return fit_operator(device, steps, origin) if calls else device
 
 
 def time_steps(executors: Sequence[Executor], clock: Clock = time.perf_counter) -> dict[int, float]:

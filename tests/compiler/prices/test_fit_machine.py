@@ -9,7 +9,7 @@ import pytest
 from planning import constant, make_device, make_link, tiny_profile
 
 from flexspec.compiler.prices.cost import all_reduce_us
-from flexspec.compiler.prices.fit_machine import fit_device, fit_link, fit_operator, graph_calls, step_us
+from flexspec.compiler.prices.fit_machine import MeasuredSteps, fit_device, fit_link, fit_operator, graph_calls, step_us
 from flexspec.compiler.prices.machine import Machine, Peaks, open_machine, shipped_machines
 from flexspec.compiler.prices.machine_writer import machine_toml
 from flexspec.types import DType
@@ -44,7 +44,7 @@ def test_the_fit_finds_what_made_the_times() -> None:
     real = make_device(bandwidth=3e8, flops=7e9, launch_us=1.0)
     measured = {rows: step_us(real, DType.BF16, calls, rows, 1) for rows in ROWS}
     guess = make_device(bandwidth=1e9, flops=1e10, launch_us=1.0)
-    fit = fit_device(guess, DType.BF16, calls, measured, 1, "fit here")
+    fit = fit_device(guess, MeasuredSteps(DType.BF16, calls, 1, measured), "fit here")
     assert fit.worst_ratio < 1.1
     assert fit.device.bandwidth_bytes_per_s.effective == pytest.approx(3e8, rel=0.1)
     assert fit.device.flops_per_s.effective == pytest.approx(7e9, rel=0.2)
@@ -57,7 +57,7 @@ def test_an_operator_gets_peaks_of_its_own() -> None:
     guess = make_device(bandwidth=1e9, flops=1e10, launch_us=1.0)
     real = replace(guess, operators={"attention": Peaks(constant(2e8), constant(3e9))})
     measured = {rows: step_us(real, DType.BF16, calls, rows, 200) for rows in ROWS}
-    fitted = fit_operator(guess, DType.BF16, calls, measured, 200, "fit here")
+    fitted = fit_operator(guess, MeasuredSteps(DType.BF16, calls, 200, measured), "fit here")
     peaks = fitted.operators["attention"]
     assert peaks.bandwidth_bytes_per_s.effective == pytest.approx(2e8, rel=0.1)
     assert peaks.flops_per_s.effective == pytest.approx(3e9, rel=0.1)
