@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from html import escape
 
-from flexspec.compiler.pages.plan_page import timeline
-from flexspec.compiler.planner.plan_choice import Layout, drafting_bytes, plan_bytes
-from flexspec.compiler.planner.search import Candidate
+from flexspec.compiler.pages.plan_view import PlanView
 from flexspec.compiler.prices.memory import RankBytes
-from flexspec.compiler.prices.problem import Problem
 
 _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f")
 _IDLE, _OTHER = "#dddddd", "#bbbbbb"
 _BOX, _HEIGHT, _GAP, _LEFT, _WIDTH = 98, 54, 8, 20, 900
 
 
-def plan_svg(problem: Problem, plan: Candidate, layout: Layout) -> str:
-    """The picture, a whole SVG document. ``layout``: who has which devices."""
+def plan_svg(view: PlanView) -> str:
+    """The picture, a whole SVG document."""
+    problem, plan = view.problem, view.plan
     y = 30
     title = f"{problem.llm.name} on {problem.machine.name}: {plan.per_token_us / 1e3:.2f} ms a token, "
     title += f"{plan.tokens_per_s:.1f} tokens/s"
     parts = [_text(_LEFT, y, title, 16)]
     y += 20
     parts.append(_text(_LEFT, y, f"SSM: {plan.place.words}; {plan.entry.draft}", 12))
-    devices, y = _devices(problem, plan, layout, y + 16)
-    rows, y = _timeline(problem, plan, y + 30)
+    devices, y = _devices(view, y + 16)
+    rows, y = _timeline(view, y + 30)
     body = "\n".join([*parts, *devices, *rows])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{y + 10}" font-family="sans-serif">\n'
@@ -32,13 +30,11 @@ def plan_svg(problem: Problem, plan: Candidate, layout: Layout) -> str:
     )
 
 
-def _devices(problem: Problem, plan: Candidate, layout: Layout, y: int) -> tuple[list[str], int]:
-    """Boxes of all devices, a row a node; memory fills each box from below."""
-    held = plan_bytes(problem, plan.place, plan.cuts)
-    drafting = drafting_bytes(problem, plan.place, layout)
-    stage_of = {device: i for i, stage in enumerate(layout.stages) for device in stage}
+def _devices(view: PlanView, y: int) -> tuple[list[str], int]:
+    """Boxes of all devices, one row for each node; memory fills a box from the bottom."""
+    drafting, stage_of = view.drafting_bytes, view.stage_of_device
     parts, device = [], 0
-    for node, kind in enumerate(problem.machine.node_kinds()):
+    for node, kind in enumerate(view.problem.machine.node_kinds()):
         x = _LEFT
         parts.append(_text(x, y + 12, f"node {node}: {kind.devices} x {kind.device.name}, {kind.link.name}", 12))
         y += 18
@@ -48,7 +44,7 @@ def _devices(problem: Problem, plan: Candidate, layout: Layout, y: int) -> tuple
             if device in stage_of:
                 stage = stage_of[device]
                 lines = [f"{device}: stage {stage}", *(["and SSM"] if device in drafting else [])]
-                parts += _box(x, y, lines, held[stage], _COLOURS[stage % len(_COLOURS)])
+                parts += _box(x, y, lines, view.stage_bytes[stage], _COLOURS[stage % len(_COLOURS)])
             elif device in drafting:
                 parts += _box(x, y, [f"{device}: SSM"], drafting[device], _OTHER)
             else:
@@ -58,10 +54,10 @@ def _devices(problem: Problem, plan: Candidate, layout: Layout, y: int) -> tuple
     return parts, y
 
 
-def _box(x: int, y: int, lines: list[str], held: RankBytes, fill: str) -> list[str]:
+def _box(x: int, y: int, lines: list[str], memory: RankBytes, fill: str) -> list[str]:
     """A device with its memory."""
-    full = round(_HEIGHT * held.total / held.limit)
-    lines = [*lines, f"{held.total / 1e9:.1f} of {held.limit / 1e9:.0f} GB"]
+    full = round(_HEIGHT * memory.total / memory.limit)
+    lines = [*lines, f"{memory.total / 1e9:.1f} of {memory.limit / 1e9:.0f} GB"]
     return [
         _rect(x, y, _BOX, _HEIGHT, "#f4f4f4"),
         _rect(x, y + _HEIGHT - full, _BOX, full, fill),
@@ -69,11 +65,11 @@ def _box(x: int, y: int, lines: list[str], held: RankBytes, fill: str) -> list[s
     ]
 
 
-def _timeline(problem: Problem, plan: Candidate, y: int) -> tuple[list[str], int]:
-    rows = timeline(problem, plan)
+def _timeline(view: PlanView, y: int) -> tuple[list[str], int]:
+    rows = view.timeline
     total, start, stage = sum(us for _, us in rows), 0.0, 0
     left, width = _LEFT + 170, _WIDTH - 2 * _LEFT - 260
-    parts = [_text(_LEFT, y, f"one round of a micro-batch of {plan.micro}: {total / 1e3:.2f} ms", 13)]
+    parts = [_text(_LEFT, y, f"one round of a micro-batch of {view.plan.micro}: {total / 1e3:.2f} ms", 13)]
     for name, us in rows:
         y += 20
         fill = _OTHER

@@ -6,15 +6,14 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from flexspec.compiler.pages.stage_split import stage_splits
+from flexspec.compiler.pages.plan_view import PlanView
 from flexspec.compiler.planner.explain import Explanation, describe, place_words
-from flexspec.compiler.planner.plan_choice import Layout, drafting_bytes, place_devices, plan_bytes
 from flexspec.compiler.planner.prove import Certificate
 from flexspec.compiler.planner.search import Candidate
 from flexspec.compiler.prices.acceptance_profile import AcceptanceProfile
 from flexspec.compiler.prices.memory import RankBytes, cache_tokens
 from flexspec.compiler.prices.problem import Problem
-from flexspec.compiler.prices.rounds import RoundCost, cost_of
+from flexspec.compiler.prices.rounds import RoundCost
 
 BAR = 40
 _MARKS = (("weights", "#"), ("kv", "k"), ("ssm", "s"), ("activations", "a"), ("tree_scratch", "t"), ("buffers", "b"))
@@ -23,16 +22,15 @@ _LEGEND = "# weights, k KV, s SSM, a activations, t tree, b buffers, r reserve"
 
 
 def plan_page(
-    problem: Problem, why: Explanation, acceptance: AcceptanceProfile | None, certificate: Certificate | None
+    view: PlanView, why: Explanation, acceptance: AcceptanceProfile | None, certificate: Certificate | None
 ) -> str:
-    """The whole page."""
-    best = why.best
-    layout = place_devices(problem, best.place, best.cuts)
+    """The whole page of the best plan."""
+    problem, best = view.problem, view.plan
     parts = [
         _head(problem),
-        _section(PLAN_TITLE, [*_stage_lines(problem, best, layout), *_limit_lines(problem, why)]),
-        _section(_round_title(best), _timeline(problem, best)),
-        _section(f"MEMORY of a device ({_LEGEND})", _memory(problem, best, layout)),
+        _section(PLAN_TITLE, [*_stage_lines(view), *_limit_lines(problem, why)]),
+        _section(_round_title(best), _timeline(view)),
+        _section(f"MEMORY of a device ({_LEGEND})", _memory(view)),
         _section("LADDER: what runs at each batch size", _ladder(problem, why)),
         _section("RUNNERS-UP", _runners(problem, why)),
         _section("WHY NOT", [f"TP {degree}: {reason}" for degree, reason in why.why_not] or ["every degree is used"]),
@@ -43,17 +41,17 @@ def plan_page(
     return "\n".join(part for part in parts if part)
 
 
-def score_page(problem: Problem, plan: Candidate, layout: Layout, best: Candidate | None) -> str:
-    """The page of a hand-written plan on the devices that it names, beside the best."""
+def score_page(view: PlanView, best: Candidate | None) -> str:
+    """The page of a hand-written plan on the devices that it names, compared with the best."""
     parts = [
-        _head(problem),
-        _section(f"YOUR {PLAN_TITLE}", _stage_lines(problem, plan, layout)),
-        _section(_round_title(plan), _timeline(problem, plan)),
-        _section(f"MEMORY of a device ({_LEGEND})", _memory(problem, plan, layout)),
+        _head(view.problem),
+        _section(f"YOUR {PLAN_TITLE}", _stage_lines(view)),
+        _section(_round_title(view.plan), _timeline(view)),
+        _section(f"MEMORY of a device ({_LEGEND})", _memory(view)),
     ]
     if best:
-        ratio = plan.value_us / best.value_us
-        parts.append(_section("BESIDE THE BEST", [f"{ratio:.2f} times the time of {describe(problem, best)}"]))
+        ratio = view.plan.value_us / best.value_us
+        parts.append(_section("BESIDE THE BEST", [f"{ratio:.2f} times the time of {describe(view.problem, best)}"]))
     return "\n".join(parts)
 
 
@@ -78,8 +76,8 @@ def _head(problem: Problem) -> str:
     )
 
 
-def _stage_lines(problem: Problem, plan: Candidate, layout: Layout) -> list[str]:
-    cost, splits = cost_of(problem, plan.place, plan, plan.cuts), stage_splits(problem, plan)
+def _stage_lines(view: PlanView) -> list[str]:
+    problem, plan, layout, cost = view.problem, view.plan, view.layout, view.cost
     lines, first = [], 0
     for i, (cut, devices) in enumerate(zip(plan.cuts, layout.stages, strict=True)):
         if i:
@@ -90,10 +88,10 @@ def _stage_lines(problem: Problem, plan: Candidate, layout: Layout) -> list[str]
         drafts = plan.place.runs_in(first=i == 0, last=i == len(plan.cuts) - 1)
         time = f"{cost.stages[i].stage_us / 1e3:8.2f} ms{', drafting included' if drafts else ''}"
         lines.append(f"stage {i}: {blocks:14s} TP {cut.degree}  {where:22s} {time}")
-        lines.append(splits[i].line())
+        lines.append(view.splits[i].line())
         first += cut.blocks
-    own = f" {spans([device for ssm in layout.ssms for device in ssm])}" if plan.place.separate else ""
-    lines.append(f"{place_words(plan)}{own}; draft plan {plan.entry.draft}")
+    separate = f" {spans([device for ssm in layout.ssms for device in ssm])}" if plan.place.separate else ""
+    lines.append(f"{place_words(plan)}{separate}; draft plan {plan.entry.draft}")
     return lines + _rate_lines(plan, cost)
 
 
@@ -109,23 +107,23 @@ def _rate_lines(plan: Candidate, cost: RoundCost) -> list[str]:
             f"{plan.batch} requests go through in {count} micro-batches of {plan.micro}: {every},",
             f"  the longer of a micro-batch's whole round, {latency}, and {count} x the busiest part, {busiest}",
         ]
-    each = "" if plan.batch == 1 else " of each request"
-    tokens = f"a round commits {plan.entry.committed_tokens:g} tokens{each}: {plan.per_token_us / 1e3:.2f} ms a token"
+    whose = "" if plan.batch == 1 else " of each request"
+    tokens = f"a round commits {plan.entry.committed_tokens:g} tokens{whose}: {plan.per_token_us / 1e3:.2f} ms a token"
     return [*lines, f"{tokens}, {plan.tokens_per_s:.1f} tokens/s{' in all' if plan.batch > 1 else ''}"]
 
 
 def _limit_lines(problem: Problem, why: Explanation) -> list[str]:
-    """How many requests may run at once if the limit is to hold."""
+    """How many requests may run at once within the limit."""
     most = most_within(problem, why)
     late = next((rung for rung in why.rungs if rung.batch > most), None)
     if late is None:
         return []
-    found, limit = f"{late.per_token_us / 1e3:.2f} ms a token", f"the limit of {problem.limit_us / 1e3:g}"
-    return [f"{late.batch} at once would take {found} and miss {limit}: serve with --max-requests {most}"]
+    time, limit = f"{late.per_token_us / 1e3:.2f} ms a token", f"the limit of {problem.limit_us / 1e3:g}"
+    return [f"{late.batch} at once would take {time} and miss {limit}: serve with --max-requests {most}"]
 
 
 def most_within(problem: Problem, why: Explanation) -> int:
-    """The largest batch of the ladder up to which no rung misses the limit."""
+    """The largest batch of the ladder such that neither it nor a smaller one misses the limit."""
     meeting = itertools.takewhile(lambda rung: rung.per_token_us <= problem.limit_us, why.rungs)
     return max([why.best.batch, *(rung.batch for rung in meeting)])
 
@@ -141,24 +139,12 @@ def spans(devices: Sequence[int]) -> str:
     return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
-def timeline(problem: Problem, plan: Candidate) -> list[tuple[str, float]]:
-    """What happens one after the other in a round of a micro-batch, with its microseconds."""
-    cost = cost_of(problem, plan.place, plan, plan.cuts)
-    rows = [("draft", cost.drafting_us)]
-    for i, stage in enumerate(cost.stages):
-        rows += [(f"hop to stage {i}", cost.hops_us[i - 1])] if i else []
-        rows.append((f"verify, stage {i}", stage.verify_us))
-    rows.append(("ids out and back", cost.messages_us))
-    rows.append(("accept, commit (host)", cost.host_us))
-    return [(name, us) for name, us in rows if us > 0.0005]
-
-
 def _round_title(plan: Candidate) -> str:
     return f"ROUND of {'one micro-batch' if plan.micro_batches > 1 else 'all requests'}, from draft to commit"
 
 
-def _timeline(problem: Problem, plan: Candidate) -> list[str]:
-    rows = timeline(problem, plan)
+def _timeline(view: PlanView) -> list[str]:
+    rows = view.timeline
     total, start, lines = sum(us for _, us in rows), 0.0, []
     for name, us in rows:
         first, end = int(start / total * BAR), max(int(start / total * BAR) + 1, round((start + us) / total * BAR))
@@ -168,33 +154,31 @@ def _timeline(problem: Problem, plan: Candidate) -> list[str]:
     return lines
 
 
-def memory_rows(problem: Problem, plan: Candidate, layout: Layout) -> list[tuple[str, RankBytes]]:
+def _memory_rows(view: PlanView) -> list[tuple[str, RankBytes]]:
     """(what lives there and on which devices, bytes of one of them) for all devices that hold anything."""
-    held = plan_bytes(problem, plan.place, plan.cuts)
-    rows = [(f"stage {i}, {spans(layout.stages[i])}", each) for i, each in enumerate(held)]
-    staged = {device for stage in layout.stages for device in stage}
-    for device, each in sorted(drafting_bytes(problem, plan.place, layout).items()):
-        if device not in staged:
-            rows.append((f"SSM, {device}", each))
+    rows = [(f"stage {i}, {spans(view.layout.stages[i])}", memory) for i, memory in enumerate(view.stage_bytes)]
+    for device, memory in sorted(view.drafting_bytes.items()):
+        if device not in view.stage_of_device:
+            rows.append((f"SSM, {device}", memory))
     return rows
 
 
-def _memory(problem: Problem, plan: Candidate, layout: Layout) -> list[str]:
-    rows = memory_rows(problem, plan, layout)
+def _memory(view: PlanView) -> list[str]:
+    problem, rows = view.problem, _memory_rows(view)
     width, lines = max(len(name) for name, _ in rows), []
-    for name, held in rows:
-        bar = "".join(mark * round(getattr(held, part) / held.limit * BAR) for part, mark in _MARKS)
-        bar += "r" * round(held.reserve / held.limit * BAR)
-        parts = [("weights", held.weights), ("KV", held.kv), ("SSM", held.ssm)]
+    for name, memory in rows:
+        bar = "".join(mark * round(getattr(memory, part) / memory.limit * BAR) for part, mark in _MARKS)
+        bar += "r" * round(memory.reserve / memory.limit * BAR)
+        parts = [("weights", memory.weights), ("KV", memory.kv), ("SSM", memory.ssm)]
         inside = ", ".join(f"{part} {count / 1e9:.2f}" for part, count in parts if count)
-        line = f"{name:{width}s} |{bar[:BAR]:{BAR}s}| {held.total / 1e9:.1f} of {held.limit / 1e9:.1f} GB ({inside})"
-        lines.append(line)
-    idle = problem.machine.devices - sum(map(len, layout.stages)) - sum(name.startswith("SSM") for name, _ in rows)
+        used = f"{memory.total / 1e9:.1f} of {memory.limit / 1e9:.1f} GB"
+        lines.append(f"{name:{width}s} |{bar[:BAR]:{BAR}s}| {used} ({inside})")
+    drafting_only = sum(name.startswith("SSM") for name, _ in rows)
+    idle = problem.machine.devices - len(view.stage_of_device) - drafting_only
     lines += [f"{idle} devices hold nothing" if idle > 1 else "1 device holds nothing"] if idle else []
-    more = [
-        held.free * cache_tokens(problem.workload) // held.kv // problem.requests for _, held in rows if held.kv
-    ]  # fmt: skip
-    return [*lines, f"the fullest stage has room for {min(more):,} more tokens of each request"]
+    tokens = [memory.free * cache_tokens(problem.workload) // memory.kv // problem.requests
+              for _, memory in rows if memory.kv]  # fmt: skip
+    return [*lines, f"the fullest stage has room for {min(tokens):,} more tokens of each request"]
 
 
 def _ladder(problem: Problem, why: Explanation) -> list[str]:
@@ -210,11 +194,11 @@ def _ladder(problem: Problem, why: Explanation) -> list[str]:
 
 def _runners(problem: Problem, why: Explanation) -> list[str]:
     lines = [
-        f"{each.value_us / why.best.value_us:6.3f} times the time: {describe(problem, each)}" for each in why.runners
+        f"{plan.value_us / why.best.value_us:6.3f} times the time: {describe(problem, plan)}" for plan in why.runners
     ]
     if why.by_hand:
-        ratio, plan = why.by_hand.value_us / why.best.value_us, describe(problem, why.by_hand)
-        lines.append(f"best of equal stages and one degree, as written by hand: {ratio:.3f} times ({plan})")
+        ratio, words = why.by_hand.value_us / why.best.value_us, describe(problem, why.by_hand)
+        lines.append(f"best of equal stages and one degree, as written by hand: {ratio:.3f} times ({words})")
     return lines
 
 
@@ -246,10 +230,9 @@ def _origins(problem: Problem, acceptance: AcceptanceProfile | None) -> list[str
     return lines
 
 
-def plan_json(
-    problem: Problem, plan: Candidate, why: Explanation | None, acceptance: AcceptanceProfile | None
-) -> dict[str, Any]:
-    """The figures of the page. The plan itself is added by the caller."""
+def plan_json(view: PlanView, why: Explanation | None, acceptance: AcceptanceProfile | None) -> dict[str, Any]:
+    """The figures of the page. The caller adds the plan itself."""
+    problem, plan = view.problem, view.plan
     body: dict[str, Any] = {
         "model": problem.llm.name,
         "ssms": [ssm.name for ssm in problem.ssms],
@@ -257,9 +240,9 @@ def plan_json(
         "objective": problem.objective,
         "requests": problem.requests,
         "context_tokens": problem.context_tokens,
-        "round_us": dict(timeline(problem, plan)),
-        "stages": [split.to_json() for split in stage_splits(problem, plan)],
-        "memory_bytes": [dict(held.table()) for held in plan_bytes(problem, plan.place, plan.cuts)],
+        "round_us": dict(view.timeline),
+        "stages": [split.to_json() for split in view.splits],
+        "memory_bytes": [dict(memory.table()) for memory in view.stage_bytes],
         "free_bytes": plan.free_bytes,
         "constants": {
             name: {"value": c.value, "correction": c.correction, "origin": c.origin}

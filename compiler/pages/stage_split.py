@@ -1,6 +1,6 @@
-"""Where a stage's time in a round goes: operators, collectives, launching and handing over, drafting, messages.
+"""What a stage's time in a round is spent on: operators, collectives, launch and hand over, drafting, messages.
 
-The parts add up to the stage's time of rounds.py.
+The parts add up to the stage's time in rounds.py.
 """
 
 from __future__ import annotations
@@ -8,36 +8,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from flexspec.compiler.planner.search import Candidate
 from flexspec.compiler.prices.cost import call_times
 from flexspec.compiler.prices.machine import NodeKind
-from flexspec.compiler.prices.problem import Problem
 from flexspec.compiler.prices.profile import UNITS, Call
-from flexspec.compiler.prices.rounds import Beside, Cut, Prices, round_cost
+from flexspec.compiler.prices.rounds import Beside, Cut, Prices, RoundCost
 
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
-    """Microseconds of one stage's step of one micro-batch, by what they are spent on.
+    """What the time of one stage in a round of one micro-batch is spent on, in microseconds."""
 
-    ``operators_us``: reading weights and KV, and arithmetic. ``launch_us``: of each operator, and the host's handing
-    the step over to the stage's ranks. ``draft_us``: SSMs that live there. ``messages_us``: from and to rank 0, of a
-    last stage that is not the first.
-    """
-
-    rows: int
-    operators_us: float
+    rows: int  # of the verify step
+    operators_us: float  # reading weights and KV, and arithmetic
     collectives_us: float
-    launch_us: float
-    draft_us: float
-    messages_us: float
+    launch_us: float  # of every operator, and the host's handing the step over to the stage's ranks
+    draft_us: float  # SSMs that live with the stage
+    messages_us: float  # from and to rank 0, of a last stage that is not the first
 
     @property
     def total_us(self) -> float:
         return self.operators_us + self.collectives_us + self.launch_us + self.draft_us + self.messages_us
 
     def line(self) -> str:
-        """For the page, under the stage."""
+        """The line of the page under the stage."""
         named = [
             ("weights, KV and arithmetic", self.operators_us),
             ("collectives", self.collectives_us),
@@ -45,20 +38,19 @@ class StageSplit:
             ("drafting", self.draft_us),
             ("messages", self.messages_us),
         ]
-        parts = ", ".join(f"{name} {us / 1e3:.2f}" for name, us in named if us >= 5)  # 0.00 ms tells nothing
+        parts = ", ".join(f"{name} {us / 1e3:.2f}" for name, us in named if us >= 5)  # shorter ones would be 0.00 ms
         return f"  {self.rows} row{'s' if self.rows > 1 else ''}: {parts} ms"
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)
 
 
-def stage_splits(problem: Problem, plan: Candidate) -> list[StageSplit]:
-    """One for each stage of a plan."""
-    prices = Prices(problem, plan.place, plan.entry, plan.micro)
-    cost, final = round_cost(prices, plan.cuts), len(plan.cuts) - 1
+def stage_splits(prices: Prices, cost: RoundCost, cuts: Sequence[Cut]) -> list[StageSplit]:
+    """One for each stage of ``cuts``, whose round at ``prices`` is ``cost``."""
+    final = len(cuts) - 1
     return [
         _split(prices, cut, stage.beside, first=i == 0, last=i == final)
-        for i, (cut, stage) in enumerate(zip(plan.cuts, cost.stages, strict=True))
+        for i, (cut, stage) in enumerate(zip(cuts, cost.stages, strict=True))
     ]
 
 
@@ -75,13 +67,13 @@ def _split(prices: Prices, cut: Cut, beside: Beside, *, first: bool, last: bool)
 
 
 def _unit(prices: Prices, kind: NodeKind, calls: Sequence[Call], degree: int) -> tuple[float, float, float]:
-    """(operators, collectives, launches) of a unit, microseconds."""
+    """Microseconds of a unit's (operators, collectives, launches)."""
     operators = collectives = launch = 0.0
     dtype = prices.problem.llm.dtype
     for call, us in call_times(kind.device, kind.link, dtype, calls, prices.sizes, degree):
         if call.record.exchange:
             collectives += us
-        elif us:  # views take no time, and are not launched
+        elif us:  # views take no time and launch nothing
             operators += us - kind.device.launch_us.effective
             launch += kind.device.launch_us.effective
     return operators, collectives, launch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from flexspec.api.arguments import AnyPath, AnyPaths, listed, read_dtype, read_w
 from flexspec.compiler.artifact.plan import Plan
 from flexspec.compiler.pages.draw_plan import plan_svg
 from flexspec.compiler.pages.plan_page import plan_json, plan_page
+from flexspec.compiler.pages.plan_view import PlanView
 from flexspec.compiler.planner.explain import Explanation, explain
 from flexspec.compiler.planner.plan_choice import make_plan, place_devices
 from flexspec.compiler.planner.prove import Certificate, prove
@@ -24,30 +26,34 @@ from flexspec.errors import PlanError, ProfileError
 from flexspec.types import DType
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FoundPlan:
-    """The best plan of a search, with what was asked and what explains it. ``flexspec.compile`` takes it."""
+    """The best plan of a search, with its problem and its explanation. ``flexspec.compile`` takes it."""
 
     plan: Plan
     problem: Problem
     best: Candidate
     why: Explanation
     acceptance: AcceptanceProfile | None
-    certificate: Certificate | None  # of a proof, if it was asked for
+    certificate: Certificate | None  # of the proof, if one was requested
+
+    @cached_property
+    def _view(self) -> PlanView:
+        layout = place_devices(self.problem, self.best.place, self.best.cuts)
+        return PlanView(self.problem, self.best, layout)
 
     def page(self) -> str:
         """What ``flexspec plan`` prints: the plan, five runners-up, and what each other choice would cost."""
-        return plan_page(self.problem, self.why, self.acceptance, self.certificate)
+        return plan_page(self._view, self.why, self.acceptance, self.certificate)
 
     def to_json(self) -> dict[str, Any]:
         """What ``flexspec plan --json`` prints; ``plan`` in it is what a plan file holds."""
-        body = {**plan_json(self.problem, self.best, self.why, self.acceptance), "plan": self.plan.to_json()}
+        body = {**plan_json(self._view, self.why, self.acceptance), "plan": self.plan.to_json()}
         return {**body, "certificate": self.certificate.to_json() if self.certificate else None}
 
     def svg(self) -> str:
         """A picture of the stages, their devices and a round, a whole SVG document."""
-        layout = place_devices(self.problem, self.best.place, self.best.cuts)
-        return plan_svg(self.problem, self.best, layout)
+        return plan_svg(self._view)
 
 
 def plan(

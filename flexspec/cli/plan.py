@@ -159,6 +159,7 @@ def _pareto(problem: Problem, as_json: bool) -> int:
 
 def _score(args: argparse.Namespace, problem: Problem, acceptance: AcceptanceProfile | None) -> int:
     from flexspec.compiler.pages.plan_page import plan_json, score_page
+    from flexspec.compiler.pages.plan_view import PlanView
     from flexspec.compiler.planner.plan_file import read_hand_plan
     from flexspec.compiler.planner.score_plan import hand_layout, priced_plan, score_plan
     from flexspec.compiler.planner.search import search
@@ -166,22 +167,22 @@ def _score(args: argparse.Namespace, problem: Problem, acceptance: AcceptancePro
 
     hand = read_hand_plan(args.score, problem.requests)
     plan = score_plan(problem, hand)
-    layout = hand_layout(problem, hand, plan.place)
+    view = PlanView(problem, plan, hand_layout(problem, hand, plan.place))
     priced = priced_plan(problem, args.score, hand, plan)
     try:
         best = search(problem)[0]
-    except PlanError:  # the plan lies outside the space (its degree was not among those to try)
+    except PlanError:  # the search has no plan (the scored one has a degree outside --degrees, say)
         best = None
     if args.json:
-        body = {**plan_json(problem, plan, None, acceptance), "period_us": plan.period_us}
+        body = {**plan_json(view, None, acceptance), "period_us": plan.period_us}
         body |= {"per_token_us": plan.per_token_us, "tokens_per_s": plan.tokens_per_s, "plan": priced.to_json()}
         print(json.dumps(body, indent=1))
     else:
-        sys.stdout.write(score_page(problem, plan, layout, best))
+        sys.stdout.write(score_page(view, best))
     if args.svg:
         from flexspec.compiler.pages.draw_plan import plan_svg
 
-        _write(args.svg, plan_svg(problem, plan, layout), "picture")
+        _write(args.svg, plan_svg(view), "picture")
     _save(args, priced)
     return 0
 

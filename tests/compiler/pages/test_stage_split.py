@@ -14,9 +14,12 @@ from flexspec.compiler.prices.rounds import Prices, round_cost
 def test_parts_add_up_to_the_stage(seed: int) -> None:
     problem = random_problem(seed)
     for plan in uniform_plans(problem):
-        priced = round_cost(Prices(problem, plan.place, plan.entry, plan.micro), plan.cuts).stages
-        splits = stage_splits(problem, plan)
-        assert [each.total_us for each in splits] == pytest.approx([stage.stage_us for stage in priced], rel=1e-9)
+        prices = Prices(problem, plan.place, plan.entry, plan.micro)
+        cost = round_cost(prices, plan.cuts)
+        splits = stage_splits(prices, cost, plan.cuts)
+        assert [split.total_us for split in splits] == pytest.approx(
+            [stage.stage_us for stage in cost.stages], rel=1e-9
+        )
         for cut, each in zip(plan.cuts, splits, strict=True):
             assert each.operators_us > 0 and (each.collectives_us > 0) == (cut.degree > 1)
             assert each.rows == plan.entry.rows(plan.micro)
