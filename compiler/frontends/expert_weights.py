@@ -79,8 +79,8 @@ def rename_weights(
 def _ours(name: str, patterns: Sequence[tuple[re.Pattern[str], str]]) -> tuple[str, int | None]:
     """Our name of a stored tensor, and which expert it is of."""
     layer = _LAYER.fullmatch(name)
-    for pattern, ours in patterns if layer else ():
-        assert layer is not None
-        if found := pattern.fullmatch(layer[2]):
-            return layer[1] + ours, int(found[1]) if found.groups() else None
+    prefix, rest = (layer[1], layer[2]) if layer else ("", name)
+    for pattern, ours in patterns:
+        if found := pattern.fullmatch(rest):
+            return prefix + ours, int(found[1]) if found.groups() else None
     return name, None

@@ -70,8 +70,8 @@ class Checkpoint:
 
     A family lists the architectures whose checkpoints it builds; the loader asks the registry, so that a new family
     stays one file. ``activations`` are the hidden_act names its graph computes. ``read`` adds what only this family has
-    to the configuration, and refuses what its graph does not compute. ``stored_names``: for a layer's weights that the
-    files call otherwise, (their name, ours) behind ``layers.N.``; ``{x}`` counts experts, whose weights are stacked.
+    to the configuration, and refuses what its graph does not compute. ``stored_names``: for weights that the files call
+    otherwise, (their name, ours), in a layer behind ``layers.N.``; ``{x}`` counts experts, whose weights are stacked.
     """
 
     positions: int = 2048

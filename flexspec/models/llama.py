@@ -12,6 +12,7 @@ from flexspec.models.registry import register_family
 from flexspec.types import DType
 
 Mlp = Callable[[GraphBuilder, ModelConfig, Value, str], Value]  # (builder, config, rows [T,E], prefix) -> [T,E]
+Embed = Callable[[GraphBuilder, StepInputs, ModelConfig, str], Value]  # (builder, inputs, config, name) -> [T,E]
 
 
 def build_llama(config: ModelConfig, dtype: DType, *, taps: tuple[int, ...] = (), name: str = "llm") -> Graph:
@@ -23,22 +24,39 @@ def build_llama(config: ModelConfig, dtype: DType, *, taps: tuple[int, ...] = ()
     return build_decoder(config, dtype, lambda layer: swiglu_mlp, taps=taps, name=name)
 
 
+def embed_tokens(b: GraphBuilder, step: StepInputs, config: ModelConfig, name: str) -> Value:
+    """The embedding's rows of the step's tokens, [T,E], called ``name``."""
+    return b.embedding(step.ids_T, b.weight("embed_tokens.weight", embedding_dims(config)), name=name)
+
+
 def build_decoder(
-    config: ModelConfig, dtype: DType, mlp_of: Callable[[int], Mlp], *, taps: tuple[int, ...] = (), name: str = "llm"
+    config: ModelConfig,
+    dtype: DType,
+    mlp_of: Callable[[int], Mlp],
+    *,
+    embed: Embed = embed_tokens,
+    rotary: bool = True,
+    taps: tuple[int, ...] = (),
+    name: str = "llm",
 ) -> Graph:
-    """As :func:`build_llama`, for families with other MLPs: ``mlp_of(layer)`` is that of a layer."""
+    """As :func:`build_llama`, for families that differ from it in a part.
+
+    ``mlp_of(layer)`` is the MLP of a layer. ``embed`` gives the rows that enter the first layer; with learned positions
+    it adds theirs, and ``rotary`` is False: q and k are not rotated.
+    """
     check_config(config)
     _check_taps(config, taps)
     b = GraphBuilder(name, dtype)
     step = b.step_inputs()
-    embedding = b.weight("embed_tokens.weight", (config.vocab_size, config.hidden_size))
     names = {layers: f"tap{i}_TE" for i, layers in enumerate(taps)}
-    x = b.embedding(step.ids_T, embedding, name=names.get(0, ""))
+    x = embed(b, step, config, names.get(0, ""))
     tapped = [x] if 0 in names else []
     caches: list[Value] = []
     for i in range(config.layers):
         with b.block(i):
-            x, *new = decoder_layer(b, step, config, x, f"layers.{i}", mlp=mlp_of(i), name=names.get(i + 1, ""))
+            x, *new = decoder_layer(
+                b, step, config, x, f"layers.{i}", mlp=mlp_of(i), rotary=rotary, name=names.get(i + 1, "")
+            )
         caches += new
         tapped += [x] if i + 1 in names else []
     norm = b.weight("norm.weight", (config.hidden_size,))
@@ -48,7 +66,7 @@ def build_decoder(
         tapped.append(x)
     else:
         rows = b.rms_norm(b.select_rows(x, step.logit_rows_L), norm, config.norm_eps)
-    head = embedding if config.tied_embeddings else b.weight("lm_head.weight", embedding_dims(config))
+    head = b.weight("embed_tokens.weight" if config.tied_embeddings else "lm_head.weight", embedding_dims(config))
     return b.finish(b.linear(rows, head, name="logits_LV"), *tapped, *caches)
 
 
@@ -85,21 +103,22 @@ def decoder_layer(
     prefix: str,
     *,
     mlp: Mlp = swiglu_mlp,
+    rotary: bool = True,
     name: str = "",
 ) -> tuple[Value, Value, Value]:
     """Attention and MLP with their residuals: (x [T,E] called ``name``, new k cache, new v cache).
 
-    A family whose MLP differs passes its own ``mlp``, which reads the normed rows.
+    A family whose MLP differs passes its own ``mlp``, which reads the normed rows. ``rotary``: q and k are rotated.
     """
     h = b.rms_norm(x_TE, b.weight(f"{prefix}.input_layernorm.weight", (config.hidden_size,)), config.norm_eps)
-    attended, k_new, v_new = _attention(b, step, config, h, prefix)
+    attended, k_new, v_new = _attention(b, step, config, h, prefix, rotary=rotary)
     x = b.add(x_TE, attended)
     h = b.rms_norm(x, b.weight(f"{prefix}.post_attention_layernorm.weight", (config.hidden_size,)), config.norm_eps)
     return b.add(x, mlp(b, config, h, f"{prefix}.mlp"), name=name), k_new, v_new
 
 
 def _attention(
-    b: GraphBuilder, step: StepInputs, config: ModelConfig, h_TE: Value, prefix: str
+    b: GraphBuilder, step: StepInputs, config: ModelConfig, h_TE: Value, prefix: str, *, rotary: bool
 ) -> tuple[Value, Value, Value]:
     part = f"{prefix}.self_attn"
     q_width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -110,8 +129,9 @@ def _attention(
     if config.qk_norm:
         q = b.rms_norm(q, b.weight(f"{part}.q_norm.weight", (config.head_dim,)), config.norm_eps)
         k = b.rms_norm(k, b.weight(f"{part}.k_norm.weight", (config.head_dim,)), config.norm_eps)
-    q = b.rope(q, step.positions_T, config.rope, config.max_positions)
-    k = b.rope(k, step.positions_T, config.rope, config.max_positions)
+    if rotary:
+        q = b.rope(q, step.positions_T, config.rope, config.max_positions)
+        k = b.rope(k, step.positions_T, config.rope, config.max_positions)
     k_cache = b.kv_cache(f"{prefix}.k_cache", config.kv_heads, config.head_dim)
     v_cache = b.kv_cache(f"{prefix}.v_cache", config.kv_heads, config.head_dim)
     o, k_new, v_new = b.attention(q, k, v, k_cache, v_cache, step, config.head_dim**-0.5)

@@ -23,7 +23,7 @@ from flexspec.errors import EngineError, GraphError, WeightError
 from flexspec.graph import Graph
 from flexspec.models.config import ModelConfig
 from flexspec.models.fused_state import graft_fuse_head
-from flexspec.models.registry import build_model, expected_weights
+from flexspec.models.registry import build_model, expected_weights, families
 from flexspec.ops.rope import RopeConfig
 from flexspec.runtime.executors.pages import RowGroup, pack_rows
 from flexspec.runtime.executors.step import Executor, StepBatch
@@ -126,6 +126,10 @@ def check(
         assert a.shape == b.shape and np.abs(b).max() > 0.5
         assert np.abs(a - b).max() < LIMIT
     return ranks
+
+
+def test_this_table_has_every_family() -> None:
+    assert set(FAMILIES) == set(families())
 
 
 @pytest.mark.slow(reason="every family cut in every way")
