@@ -182,8 +182,9 @@ class DraftPlan:
 
 
 def default_draft(ssms: int) -> DraftPlan:
-    """The draft plan that compile stores when none is given: every source in one budgeted tree."""
-    sources = tuple(source for record in drafter_records() for source in record.sources(ssms))
+    """The draft plan that compile stores when none is given: all sources but those that want to be named."""
+    placed = (record for record in drafter_records() if record.order is not None)
+    sources = tuple(source for record in placed for source in record.sources(ssms))
     return DraftPlan("budget", max_nodes=24, max_depth=8, sources=sources)
 
 

@@ -45,7 +45,8 @@ class DrafterRecord:
 
     name: str  # among the sources of a draft plan, and of the file in runtime/drafters/ that has its code
     help: str  # what it drafts from, in a few words
-    order: int  # its place in a draft plan that names no sources: cheap ones first
+    # Its place in draft plans that name no sources: cheap ones first. None: it drafts only where a plan names it.
+    order: int | None = None
     options: tuple[DraftOption, ...] = ()
     runs_ssms: bool = False
     table: DraftTable | None = None  # what it needs of the artifact
@@ -58,7 +59,7 @@ class DrafterRecord:
 
 
 def drafter_records() -> tuple[DrafterRecord, ...]:
-    """Every drafter in the order of its cost; imports each file once."""
+    """Every drafter in the order of its cost, those without a place last; imports each file once."""
     import flexspec.drafters as package
 
     return _records(tuple(package.__path__))
@@ -70,7 +71,7 @@ def _records(folders: tuple[str, ...]) -> tuple[DrafterRecord, ...]:
     records: list[DrafterRecord] = [importlib.import_module(f"flexspec.drafters.{name}").DRAFTER for name in names]
     for name, record in zip(names, records, strict=True):
         assert record.name == name, f"flexspec/drafters/{name}.py declares {record.name}"
-    return tuple(sorted(records, key=lambda record: (record.order, record.name)))
+    return tuple(sorted(records, key=lambda record: (record.order is None, record.order or 0, record.name)))
 
 
 def source_names() -> tuple[str, ...]:

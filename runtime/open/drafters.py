@@ -23,16 +23,19 @@ _OFF = DraftPlan(method="off")
 
 
 def choose_ladder(text: str, artifact: OpenedArtifact) -> DraftLadder:
-    """The draft plan asked for, for every batch size, with all sources unless it names its own; "auto": the artifact's.
+    """The draft plan asked for, for every batch size; "auto": the artifact's.
 
+    A plan that names no sources gets all that the artifact has, but for those that want to be named.
     Raises RequestError for a text that is no draft plan, ArtifactError for sources that the artifact has not.
     """
-    sources, plan = _sources(artifact), artifact.plan
+    records, plan = _records(artifact), artifact.plan
+    sources = _names(records, artifact)
     if text == DEFAULT_DRAFT:
         return DraftLadder(tuple((batch, _offered(draft, sources)) for batch, draft in plan.ladder.rungs))
     parsed = DraftPlan.parse(text)
     if parsed.method in ("chain", "budget") and "sources=" not in text:
-        return DraftLadder.of(replace(parsed, sources=sources))
+        placed = [record for record in records if record.order is not None]
+        return DraftLadder.of(replace(parsed, sources=_names(placed, artifact)))
     missing = [source for source in parsed.sources if source not in sources]
     if missing and parsed.method != "off":
         raise ArtifactError(
@@ -54,15 +57,18 @@ def _offered(stored: DraftPlan, sources: Sequence[str]) -> DraftPlan:
         return _OFF
 
 
-def _sources(artifact: OpenedArtifact) -> tuple[str, ...]:
-    """Names of all sources of drafts that the artifact has."""
-    members, ssms = artifact.files.names(), len(artifact.record.models) - 1
-    return tuple(
-        source
-        for record in drafter_records()
-        if record.table is None or layout.drafter_table(record.name) in members
-        for source in record.sources(ssms)
-    )
+def _records(artifact: OpenedArtifact) -> list[DrafterRecord]:
+    """The drafters that have in the artifact what they need."""
+    members = artifact.files.names()
+    return [
+        record for record in drafter_records() if record.table is None or layout.drafter_table(record.name) in members
+    ]
+
+
+def _names(records: Sequence[DrafterRecord], artifact: OpenedArtifact) -> tuple[str, ...]:
+    """What draft plans over the artifact call the sources of these drafters."""
+    ssms = len(artifact.record.models) - 1
+    return tuple(source for record in records for source in record.sources(ssms))
 
 
 def cheap_drafters(artifact: OpenedArtifact, ladder: DraftLadder, vocab_size: int) -> list[Drafter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from flexspec.kernels.package.compile_model import CompileOptions, compile_model
 from flexspec.runtime.open.engine import open_engine
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.sampling import SamplingParams
+from repository import ROOT
 
 RECORD = '''
 """after: the token that follows each token most often, from a table."""
@@ -82,8 +84,14 @@ def make(inputs):
 
 
 @pytest.fixture
-def after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for package, source in ((flexspec.drafters, RECORD), (flexspec.runtime.drafters, CODE)):
+def record() -> str:
+    return RECORD
+
+
+@pytest.fixture
+def after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str) -> Iterator[None]:
+    """The drafter in two files of its own, gone afterwards."""
+    for package, source in ((flexspec.drafters, record), (flexspec.runtime.drafters, CODE)):
         folder = tmp_path / package.__name__
         folder.mkdir()
         (folder / "after.py").write_text(source)
@@ -139,6 +147,22 @@ def test_it_has_its_words_in_draft_plans_and_help() -> None:
         DraftPlan.parse("budget:9/steps=10")
 
 
+@pytest.mark.usefixtures("after")
+@pytest.mark.parametrize("record", [RECORD.replace(" order=1,", "")], ids=["unplaced"])
+def test_without_a_place_it_drafts_where_it_is_named(tmp_path: Path) -> None:
+    assert str(default_draft(1)) == "budget:24/sources=suffix+ngram+ssm"
+    assert "after             what follows each token (only where named)\n" in draft_plans_help()
+    artifact = compiled(tmp_path, list(range(VOCAB)))
+    for draft, sources in (
+        ("auto", "suffix+ssm"),
+        ("chain:3", "suffix+ssm"),
+        ("chain:3/sources=ssm+after", "ssm+after"),
+    ):
+        options = ServeOptions(draft=draft, threads=1, kv_tokens=1024, measure=False)
+        with closing(open_engine(artifact, options)) as served:
+            assert str(served.draft).endswith(f"/sources={sources}")
+
+
 @pytest.mark.parametrize("text", ["budget:9/sources=after", "budget:9/steps=5"])
 def test_without_the_files_its_words_are_refused(text: str) -> None:
     with pytest.raises(RequestError, match=r"after|steps"):
@@ -146,5 +170,6 @@ def test_without_the_files_its_words_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", [record.name for record in drafter_records()])
-def test_every_record_has_its_code(name: str) -> None:
+def test_every_record_has_its_code_and_its_row_in_the_page(name: str) -> None:
     assert callable(importlib.import_module(f"flexspec.runtime.drafters.{name}").make)
+    assert f"\n| `{name}`" in (ROOT / "docs/design/drafting.md").read_text()
