@@ -61,14 +61,14 @@ class WeightFormat:
 
     name: str  # in the text form, in options and on pages
     doc: str
-    dtype: DType | None  # the stored array has this dtype, one number an element; None: blocks of another make
-    block_elements: int  # a row has a multiple of these
+    dtype: DType | None  # stored just as weights of this dtype are; None: neither f32, bf16 nor f16
+    block_elements: int  # a row has a multiple of these; 1: one number an element
     block_bytes: int
     # Dtypes that hold every stored value exactly; into others a value is rounded, to nearest even, as it is expanded.
     exact: tuple[DType, ...]
     # float32 [..., K] -> the stored rows [..., bytes or numbers]. Raises OverflowError for a value out of range.
     encode: Callable[[NDArray[np.float32]], NDArray[np.generic]]
-    # What is stored, in float32. ``encode`` of it gives the same bytes again.
+    # What is stored, in float32. ``encode`` of it gives the same bytes again. Bytes of zero are values of zero.
     decode: Callable[[NDArray[np.generic]], NDArray[np.float32]]
 
 

@@ -60,10 +60,14 @@ def packed_bytes(entry: PackedWeight, shapes: Shapes) -> int:
 
 
 def pack_tiles(stored_NK: NDArray[np.generic], stored: WeightFormat, multiple: int = 2 * TILE_N) -> NDArray[np.generic]:
-    """Rows as a format stores them -> [N/16, K/32, tile]; N is padded to ``multiple``."""
-    rows, units = stored_NK.shape
-    block_units = units if stored.dtype is None else TILE_K  # formats of larger blocks have no ragged ends
-    padded = np.pad(stored_NK, ((0, -rows % multiple), (0, -units % block_units)))
+    """Rows as a format stores them -> [N/16, K/32, tile].
+
+    N is padded to ``multiple`` and K to 32, with bytes of zero.
+    """
+    rows, units = stored_NK.shape  # a unit is an item of the stored array: a number, or a byte of a block
+    tile_blocks = ceil_div(TILE_K, stored.block_elements)
+    tile_units = tile_blocks * stored.block_bytes // stored_NK.itemsize
+    padded = np.pad(stored_NK, ((0, -rows % multiple), (0, -units % tile_units)))
     return np.ascontiguousarray(cpu_format(stored).tiles(padded))
 
 

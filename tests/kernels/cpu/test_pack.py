@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from flexspec.errors import WeightError
 from flexspec.kernels.cpu.pack import PackedWeight, pack, pack_tiles, packed_bytes
+from flexspec.kernels.cpu.weight_formats.registry import CpuFormat
 from flexspec.types import WeightFormat
 from flexspec.weight_formats.registry import weight_formats
 
-ELEMENTWISE = [stored for stored in weight_formats().values() if stored.dtype is not None]  # one number an element
+ELEMENTWISE = [stored for stored in weight_formats().values() if stored.block_elements == 1]
 FORMATS = pytest.mark.parametrize("stored", ELEMENTWISE, ids=lambda stored: stored.name)
 
 
@@ -35,6 +38,22 @@ def test_tiles_hold_every_element_and_zeros_around(stored: WeightFormat, n: int,
     assert found.shape == (-(-n // 32) * 32, -(-k // 32) * 32)
     np.testing.assert_array_equal(found[:n, :k], stored.decode(stored.encode(x)))
     assert not found[n:].any() and not found[:, k:].any()
+
+
+@pytest.mark.parametrize(
+    ("block_elements", "block_bytes", "row_bytes", "padded_bytes"),
+    [(1, 1, 70, 96), (16, 9, 5 * 9, 6 * 9), (32, 18, 3 * 18, 3 * 18), (256, 144, 144, 144)],
+)
+def test_rows_of_bytes_are_padded_to_whole_tiles(
+    monkeypatch: pytest.MonkeyPatch, block_elements: int, block_bytes: int, row_bytes: int, padded_bytes: int
+) -> None:
+    as_stored = CpuFormat("toy", tile_bytes=0, tiles=lambda stored_NK: stored_NK)
+    monkeypatch.setattr("flexspec.kernels.cpu.pack.cpu_format", lambda stored: as_stored)
+    toy = replace(
+        weight_formats()["f16"], name="toy", dtype=None, block_elements=block_elements, block_bytes=block_bytes
+    )
+    stored_NK = np.ones((3, row_bytes), np.uint8)
+    assert pack_tiles(stored_NK, toy).shape == (32, padded_bytes)
 
 
 @FORMATS
