@@ -76,9 +76,9 @@ class KernelKey:
 
     cpu: str  # a key of kernels/cpu/emit.py's EMITTERS
     triton: str = REFERENCE  # a family of kernels/gpu/families, REFERENCE or EXCHANGE
-    # What "rowwise", on either backend, computes for each element: an expression over the operands ``x0`` and ``x1``,
-    # with ``{name}`` for each attribute. In C++, where an operand is a vector of 16 floats, any expression of
-    # templates/cpu/simd.h; Triton has fs_exp, fs_tanh, vmax, vmin and ``mask ? a : b`` of it.
+    # What "rowwise", on either backend, computes for each element: an expression of the operands ``x0`` and ``x1``,
+    # ``{name}`` for each attribute, numbers (``1.0f``), + - * /, comparisons, ``mask ? a : b`` and the FUNCTIONS of
+    # kernels/gpu/expression.py, such as fs_log and vmin.
     expr: str | None = None
 
 

@@ -6,9 +6,11 @@ import re
 
 from flexspec.errors import CompileError
 
-# What templates/cpu/simd.h offers, in Triton's words; ``tanh`` is in templates/triton/rowwise.py.j2.
-_FUNCTIONS = {
+# What an expression may call: functions of templates/cpu/simd.h, in Triton's words. To add one, write it there and give
+# it a line here; ``tanh``, which Triton lacks, is in templates/triton/rowwise.py.j2.
+FUNCTIONS = {
     "fs_exp": "tl.exp",
+    "fs_log": "tl.log",
     "fs_tanh": "tanh",
     "vmax": "tl.maximum",
     "vmin": "tl.minimum",
@@ -91,9 +93,9 @@ class _Reader:
             return token
         if token in self._names:
             return token
-        if token not in _FUNCTIONS or self._peek() != "(":
+        if token not in FUNCTIONS or self._peek() != "(":
             raise self._wrong(token)
-        return f"{_FUNCTIONS[token]}({', '.join(self._arguments())})"
+        return f"{FUNCTIONS[token]}({', '.join(self._arguments())})"
 
     def _arguments(self) -> list[str]:
         self._next("(")
@@ -107,6 +109,6 @@ class _Reader:
     def _wrong(self, found: str) -> CompileError:
         return CompileError(
             f"{found} in the expression {self._expression}",
-            f"{', '.join(sorted(self._names))}, numbers, + - * /, a < b, mask ? a : b, {', '.join(_FUNCTIONS)}",
+            f"{', '.join(sorted(self._names))}, numbers, + - * /, a < b, mask ? a : b, {', '.join(FUNCTIONS)}",
             "write it in these words, or set triton='torch' in the operator's KernelKey",
         )

@@ -61,6 +61,10 @@ inline vf vmin(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 inline vf vmax(vf a, vf b) { return select(a > b, a, b); }
 inline vf vmin(vf a, vf b) { return select(a < b, a, b); }
 #endif
+inline vf vmax(vf a, float b) { return vmax(a, splat(b)); }
+inline vf vmax(float a, vf b) { return vmax(splat(a), b); }
+inline vf vmin(vf a, float b) { return vmin(a, splat(b)); }
+inline vf vmin(float a, vf b) { return vmin(splat(a), b); }
 
 // Lane reductions with a fixed shape, so that a row's result never depends on how the row was reached.
 typedef float vf4 __attribute__((vector_size(16)));
@@ -126,6 +130,27 @@ inline vf fs_tanh(vf x) {
   vf e = fs_exp(x * 2.0f);
   vf t = 1.0f - 2.0f / (e + 1.0f);
   return select(x > 20.0f, splat(1.0f), t);
+}
+
+// Cephes' logf: x = 2^n * m with m in [sqrt(1/2), sqrt(2)), then a polynomial in m - 1; relative error below 2e-7.
+inline vf fs_log(vf x) {
+  vi tiny = x < 1.17549435e-38f;  // zero and the subnormal numbers, whose exponent says nothing
+  vi bits = (vi)as_u(select(tiny, x * 8388608.0f, x));
+  vi n = (bits - 0x3f3504f3) >> 23;
+  vf m = as_f((vu)(bits - (n << 23))) - 1.0f;
+  vf nf = __builtin_convertvector(n, vf) - select(tiny, splat(23.0f), splat(0.0f));
+  vf p = splat(7.0376836292e-2f);
+  p = p * m - 1.1514610310e-1f;
+  p = p * m + 1.1676998740e-1f;
+  p = p * m - 1.2420140846e-1f;
+  p = p * m + 1.4249322787e-1f;
+  p = p * m - 1.6668057665e-1f;
+  p = p * m + 2.0000714765e-1f;
+  p = p * m - 2.4999993993e-1f;
+  p = p * m + 3.3333331174e-1f;
+  vf y = p * m * (m * m) - nf * 2.12194440e-4f - m * m * 0.5f + m + nf * 0.693359375f;
+  y = select(x > 0.0f, y, select(x == 0.0f, splat(-__builtin_inff()), splat(__builtin_nanf(""))));
+  return select(x > 3.40282347e38f, x, y);
 }
 
 constexpr int round_up(int n, int m) { return (n + m - 1) / m * m; }

@@ -27,6 +27,7 @@ SWIGLU = "x0 / (1.0f + fs_exp(-x0)) * x1"
         ("x0 + x1", "x0 + x1"),
         (SWIGLU, "x0 / (1.0 + tl.exp(-x0)) * x1"),
         ("(2.0f) * fs_tanh(x0 / (2.0f))", "(2.0) * tanh(x0 / (2.0))"),
+        ("vmin(fs_log(1.0f + fs_exp(x0)), (2.0f))", "tl.minimum(tl.log(1.0 + tl.exp(x0)), (2.0))"),
         ("x0 > 0.0f ? x0 : x1 < 1e-3f ? -x1 : 3", "tl.where(x0 > 0.0, x0, tl.where(x1 < 1e-3, -x1, 3))"),
         ("vmin(vmax(x0, splat(-1.5f)), x1)", "tl.minimum(tl.maximum(x0, (-1.5)), x1)"),
         ("select(x0 >= x1, x0, x1) - --x0", "tl.where(x0 >= x1, x0, x1) - --x0"),
