@@ -39,7 +39,7 @@ def small_graph(dtype: DType = DType.BF16) -> Graph:
 
 
 def test_families_of_the_project() -> None:
-    assert list(families()) == ["rowwise", "tree_attention"]
+    assert set(families()) >= {"rowwise", "tree_attention"}
 
 
 def test_a_file_in_the_folder_is_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
