@@ -74,7 +74,7 @@ EXCHANGE = "exchange"  # KernelKey.triton: ranks meet in the node, and the execu
 class KernelKey:
     """Which kernel family runs the operator on each backend. An unknown key is an error when a model is compiled."""
 
-    cpu: str  # a key of kernels/cpu/emit.py's EMITTERS
+    cpu: str  # a key of the EMITTERS of a file in kernels/cpu/emitters
     triton: str = REFERENCE  # a family of kernels/gpu/families, REFERENCE or EXCHANGE
     # What "rowwise", on either backend, computes for each element: an expression of the operands ``x0`` and ``x1``,
     # ``{name}`` for each attribute, numbers (``1.0f``), + - * /, comparisons, ``mask ? a : b`` and the FUNCTIONS of

@@ -1,6 +1,6 @@
 """The state of one rendering: where each value lies, the table of weights, the lines so far; barriers between calls.
 
-What turns an operator into calls (emit.py, exchange.py, experts.py) and what drives it (render.py) stand above.
+What turns an operator into calls (emitters/) and what drives it (render.py) stand above.
 """
 
 from __future__ import annotations

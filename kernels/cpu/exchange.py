@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexspec.errors import CompileError
 from flexspec.graph import Graph, Node
-from flexspec.kernels.cpu.emitter import Emitter
-from flexspec.kernels.cpu.places import has_exchanges, row_count
 from flexspec.ops.bounds import IDS, NO_LIMIT
 from flexspec.ops.record import Collective, record_of
 from flexspec.text import print_node
 
-_SHARED = "first_row"  # the attribute of an embedding whose table ranks share
-_NOTHING = "Rows<float>{nullptr, 0}"
+SHARED = "first_row"  # the attribute of an embedding whose table ranks share
 
 # Rendered into programs that need it. The pointer is the thread's: several ranks in one process may share a library.
 HELPERS = """
@@ -65,15 +61,13 @@ def split_logits(graph: Graph) -> tuple[Graph, Node | None]:
 
 def comment_of(node: Node) -> str:
     """The node as text, without its block and what tells one rank from another."""
-    ranked = record_of(node).exchange or _SHARED in dict(node.attrs)
+    ranked = record_of(node).exchange or SHARED in dict(node.attrs)
     return print_node(replace(node, attrs=() if ranked else node.attrs, block=None))
 
 
 def first_rows(graph: Graph) -> tuple[int, ...]:
     """Where this rank's part of each shared table begins, in the order of the nodes that read them."""
-    return tuple(
-        value for node in graph.nodes for key, value in node.attrs if key == _SHARED and isinstance(value, int)
-    )
+    return tuple(value for node in graph.nodes for key, value in node.attrs if key == SHARED and isinstance(value, int))
 
 
 def held_ids(graph: Graph) -> tuple[int, int]:
@@ -81,38 +75,7 @@ def held_ids(graph: Graph) -> tuple[int, int]:
     types = graph.types()
     for node in graph.nodes:
         if record_of(node).bounds is not None and IDS in node.inputs:
-            first, rows = dict(node.attrs).get(_SHARED, 0), types[node.inputs[1]].dims[0]
+            first, rows = dict(node.attrs).get(SHARED, 0), types[node.inputs[1]].dims[0]
             assert isinstance(first, int) and isinstance(rows, int)
             return first, rows
     return 0, NO_LIMIT
-
-
-def exchange(e: Emitter, index: int, node: Node) -> None:
-    """A reduce, combine, replicate or recv: rows in (where the rank has any), rows out."""
-    operand, result = node.inputs[0], node.outputs[0]
-    source = e.read(operand, elem=False) if e.graph.types()[operand].dtype.is_float else _NOTHING
-    out = e.allocate(result.name, elem=False)
-    e.call(f"exchange(tid, {index}, {row_count(e.graph, result.name)}, {source}, {e.rows(out)})", row_local=False)
-
-
-def send(e: Emitter, index: int, node: Node) -> None:
-    """Rows in only: nobody here reads the result."""
-    source = e.read(node.inputs[0], elem=False)
-    e.call(f"exchange(tid, {index}, {row_count(e.graph, node.inputs[0])}, {source}, {_NOTHING})", row_local=False)
-
-
-def embedding_share(e: Emitter, node: Node, index: str) -> None:
-    """Rows of the ids that this rank holds, zeros for the others."""
-    if not has_exchanges(e.graph):
-        raise CompileError(
-            f"an embedding of a part of the vocabulary, {node.attrs}", "a graph that sums it up", "plan one rank"
-        )
-    table = node.inputs[1]
-    number = [each for each in e.graph.nodes if _SHARED in dict(each.attrs)].index(node)
-    held, columns = e.graph.types()[table].dims[0], e.columns(table)
-    kinds, matrix = e.matrix("matrix", table)
-    out = e.rows(e.allocate(node.outputs[0].name, elem=False))
-    own = f"reinterpret_cast<int32_t*>(buf<float>(c, {e.arena.take(64, padded=True)}))"  # 16 numbers a row
-    e.call(f"own_ids(tid, s.T, {index}, {number}, {held}, {own})", row_local=False)
-    e.call(f"embedding<{kinds}, {columns}>(c, tid, s.T, {own}, {matrix}, {out})")
-    e.call(f"zero_others(c, tid, s.T, {own}, {out}, {columns})")

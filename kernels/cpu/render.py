@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from flexspec.errors import CompileError
 from flexspec.graph import Graph
-from flexspec.kernels.cpu.emit import EMITTERS, export_features
 from flexspec.kernels.cpu.emitter import BARRIER, Emitter
+from flexspec.kernels.cpu.emitters.registry import kernel_emitters
 from flexspec.kernels.cpu.exchange import ENTRY, HELPERS, comment_of
 from flexspec.kernels.cpu.facts import SYMBOL, ProgramFacts, facts_of
 from flexspec.kernels.cpu.pack import PackedWeight
 from flexspec.kernels.cpu.places import Roots, element_type, has_exchanges, kernel_of
-from flexspec.step_sizes import has_logits
+from flexspec.step_sizes import feature_outputs, has_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +33,24 @@ def render(graph: Graph) -> CpuProgram:
     if has_logits(graph):
         _check_logits(graph)
     e = Emitter(graph, Roots(graph), element_type(graph))
+    emitters = kernel_emitters()
     for i, node in enumerate(graph.nodes):
         kernel = kernel_of(node)
-        if kernel not in EMITTERS:
+        if kernel not in emitters:
             raise CompileError(
                 f"operator {node.op} has the CPU kernel key {kernel!r}",
-                f"one of {', '.join(sorted(EMITTERS))}",
-                "give its record a known key, or add a template and an emitter in kernels/cpu/emit.py",
+                f"one of {', '.join(emitters)}",
+                "give its record a known key, or add a template and a file of kernels/cpu/emitters",
             )
         if kernel != "view":
             comment = f"    // {comment_of(node)}"
             start = len(e.lines)
-            EMITTERS[kernel](e, i, node)
+            emitters[kernel].emit(e, i, node)
             at = start + 1 if len(e.lines) > start and e.lines[start] == BARRIER else start
             e.lines.insert(at, comment)
             e.lines.append(f"    c.mark(tid, {i});")
         e.release(i)
-    export_features(e)
+    _export_features(e)
     if len(set(e.layer_types)) > 1:
         raise CompileError(
             f"graph {graph.name} mixes attention shapes {sorted(set(e.layer_types))}",
@@ -57,6 +58,21 @@ def render(graph: Graph) -> CpuProgram:
             "split the model into graphs of one attention shape each",
         )
     return _finish(e)
+
+
+def _export_features(e: Emitter) -> None:
+    """Copy the graph's feature outputs, side by side, to the caller's buffer."""
+    names = feature_outputs(e.graph)
+    total = sum(e.columns(name) for name in names)
+    column = 0
+    if names:
+        e.lines.append("    if (s.features_out) {")
+    for name in names:
+        target = f"Rows<float>{{s.features_out + {column}, {total}}}"
+        e.call(f"copy_rows<float, float>(c, tid, s.T, {e.columns(name)}, {e.read(name, elem=False)}, {target})")
+        column += e.columns(name)
+    if names:
+        e.lines.append("    }")
 
 
 def _finish(e: Emitter) -> CpuProgram:
@@ -73,7 +89,7 @@ def _finish(e: Emitter) -> CpuProgram:
     facts = facts_of(e.graph, tuple(e.table))
     source = PROGRAM.format(
         name=e.graph.name.rpartition(".rank")[0] if ranked else e.graph.name,
-        formats="".join(f'#include "weights/{name}.h"\n' for name in sorted(e.formats)),
+        includes="".join(f'#include "{name}"\n' for name in _headers(e)),
         hash="of a rank" if ranked else e.graph.hash(),
         offsets=", ".join(str(o) for o in offsets) or "0",
         row_bytes=total,
@@ -92,6 +108,13 @@ def _finish(e: Emitter) -> CpuProgram:
     return CpuProgram(source, tuple(e.table), facts)
 
 
+def _headers(e: Emitter) -> list[str]:
+    """What the program includes beside entry.h: templates of its operators, expansions of its weights."""
+    emitters = kernel_emitters()
+    of_kernels = {emitters[kernel_of(node)].header for node in e.graph.nodes}
+    return [*sorted(filter(None, of_kernels)), *(f"weights/{name}.h" for name in sorted(e.formats))]
+
+
 def _check_logits(graph: Graph) -> None:
     """Only a linear's epilogue writes logits; anything behind it would be computed and never handed out."""
     name = graph.outputs[0]
@@ -107,7 +130,7 @@ def _check_logits(graph: Graph) -> None:
 PROGRAM = """\
 // Generated from graph {name} ({hash}); one template call per operator. Do not edit: change the graph or the templates.
 #include "entry.h"
-{formats}
+{includes}
 namespace {{
 using namespace fs;
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from flexspec.ops.record import all_records
 from repository import ROOT, SOURCE_FOLDERS, python_files
 
-HOME = ("flexspec/ops/*", "flexspec/builder.py", "kernels/cpu/emit.py")
+HOME = ("flexspec/ops/*", "flexspec/builder.py", "kernels/cpu/emitters/*")
 PASSES = "a pass names the operators that it rewrites"
 WRITTEN = "writes nodes of these operators"
 OTHER = "another thing of the same name"

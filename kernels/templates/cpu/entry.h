@@ -1,7 +1,6 @@
 // The library's entry points, instantiated for one generated Program. No exceptions cross them: null or -1 mean failure.
 #pragma once
 #include "attention.h"
-#include "experts.h"
 #include "gemm.h"
 #include "rowwise.h"
 #include "top.h"

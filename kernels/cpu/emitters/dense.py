@@ -1,16 +1,14 @@
-"""How each CPU kernel key turns a node into template calls. Keys are those of the operator records."""
+"""Dense decoders: embedding, norms, rotation, attention, products, element-by-element operators and views."""
 
 from __future__ import annotations
 
 from flexspec.errors import CompileError
 from flexspec.graph import Node
 from flexspec.kernels.cpu.emitter import Emit, Emitter
-from flexspec.kernels.cpu.exchange import embedding_share, exchange, send
-from flexspec.kernels.cpu.experts import moe_experts, router
+from flexspec.kernels.cpu.emitters.exchange import embedding_share
 from flexspec.kernels.cpu.places import Place, row_count
 from flexspec.kernels.expression import record_expression
 from flexspec.ops.linear import group_parts
-from flexspec.step_sizes import feature_outputs
 
 
 def _float(e: Emitter, name: str) -> str:
@@ -206,21 +204,6 @@ def view(e: Emitter, index: int, node: Node) -> None:
     """Storage is shared with the operand: nothing to do."""
 
 
-def export_features(e: Emitter) -> None:
-    """Copy the graph's feature outputs, side by side, to the caller's buffer."""
-    names = feature_outputs(e.graph)
-    total = sum(e.columns(name) for name in names)
-    column = 0
-    if names:
-        e.lines.append("    if (s.features_out) {")
-    for name in names:
-        target = f"Rows<float>{{s.features_out + {column}, {total}}}"
-        e.call(f"copy_rows<float, float>(c, tid, s.T, {e.columns(name)}, {_float(e, name)}, {target})")
-        column += e.columns(name)
-    if names:
-        e.lines.append("    }")
-
-
 EMITTERS: dict[str, Emit] = {
     "embedding": embedding,
     "rms_norm": rms_norm,
@@ -234,8 +217,4 @@ EMITTERS: dict[str, Emit] = {
     "select_rows": select_rows,
     "view": view,
     "partition": partition,
-    "router": router,
-    "moe_experts": moe_experts,
-    "exchange": exchange,
-    "send": send,
 }

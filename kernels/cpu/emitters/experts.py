@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from flexspec.arithmetic import ceil_div
 from flexspec.graph import Node
-from flexspec.kernels.cpu.emitter import Emitter
+from flexspec.kernels.cpu.emitter import Emit, Emitter
 from flexspec.kernels.cpu.places import row_count, row_stride
 from flexspec.types import DType
 
+HEADER = "experts.h"
 _LEAST_ROWS = 32  # that a buffer of the arena has room for, see buf() in cpu/render.py
 
 
@@ -58,3 +59,6 @@ def moe_experts(e: Emitter, index: int, node: Node) -> None:
         e.call(call, row_local=False)
     for buffer in taken:
         e.arena.give(buffer)
+
+
+EMITTERS: dict[str, Emit] = {"router": router, "moe_experts": moe_experts}
