@@ -43,10 +43,10 @@ class SamplingParams:
     top_k: int = _parameter(0, "keep the k likeliest tokens; 0: all", shapes_law=True, low=0, high=10_000_000)
     min_p: float = _parameter(0.0, "drop tokens below this share of the likeliest", shapes_law=True, low=0.0, high=1.0)
     seed: int | None = _parameter(
-        None, "seed of sampling; none: a fresh one a request", shapes_law=True, low=-(2**63), high=2**64 - 1
+        None, "random seed; without one, every request gets a fresh one", shapes_law=True, low=-(2**63), high=2**64 - 1
     )
-    stop: Sequence[str] = _parameter((), "texts that end the answer before themselves", shapes_law=False)
-    ignore_eos: bool = _parameter(False, "go on behind the model's own end", shapes_law=False)
+    stop: Sequence[str] = _parameter((), "stop strings: each ends the answer and is not part of it", shapes_law=False)
+    ignore_eos: bool = _parameter(False, "continue after the model's end-of-sequence token", shapes_law=False)
 
     def __post_init__(self) -> None:
         for each in fields(self):

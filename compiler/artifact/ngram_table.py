@@ -148,11 +148,11 @@ def _gains(levels: list[_Level]) -> list[NDArray[np.float64]]:
     for n, level in enumerate(levels):
         total, types = _totals(level)
         mass = (total + types)[level.context_N]
-        own = level.count_N / mass
+        observed = level.count_N / mass
         full: NDArray[np.float64]
         if n:
             lower = below[level.below_N]
-            full = np.asarray(own + types[level.context_N] / mass * lower, np.float64)
+            full = np.asarray(observed + types[level.context_N] / mass * lower, np.float64)
             gains.append(np.maximum(np.log(full / lower), 0.0) * level.count_N.astype(np.float64))
         else:
             full = np.asarray(level.count_N / total[0], np.float64)
@@ -179,9 +179,9 @@ def _fit(
     def keep(threshold: float) -> list[NDArray[np.bool_]]:
         return [ok & (gain > threshold) for ok, gain in zip(eligible, gains, strict=True)]
 
-    def size(kept: list[NDArray[np.bool_]]) -> int:
-        entries = sum(int(k.sum()) for k in kept)
-        contexts = sum(len(np.unique(level.context_N[k])) for level, k in zip(levels, kept, strict=True))
+    def size(masks: list[NDArray[np.bool_]]) -> int:
+        entries = sum(int(k.sum()) for k in masks)
+        contexts = sum(len(np.unique(level.context_N[k])) for level, k in zip(levels, masks, strict=True))
         return entries * entry_bytes + contexts * 9  # key 4, start 4, back-off 1
 
     for threshold in (-np.inf, 0.0):
@@ -194,10 +194,10 @@ def _fit(
     return keep(high)
 
 
-def _pack(levels: list[_Level], kept: list[NDArray[np.bool_]], wide: bool) -> Arrays:
+def _pack(levels: list[_Level], masks: list[NDArray[np.bool_]], wide: bool) -> Arrays:
     """The flat arrays of each level, contexts ascending by key, successors by rank."""
     arrays: Arrays = {"meta": np.array([FORMAT, len(levels)], np.int64)}
-    for n, (level, keep) in enumerate(zip(levels, kept, strict=True)):
+    for n, (level, keep) in enumerate(zip(levels, masks, strict=True)):
         total, types = _totals(level)
         key_C = _without_clashes((level.hash_C >> np.uint64(32)).astype(np.int64), total)
         entries = np.flatnonzero(keep & (key_C[level.context_N] >= 0))

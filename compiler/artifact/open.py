@@ -82,7 +82,7 @@ def open_artifact(path: Path, *, check_digests: bool = True) -> Artifact:
     """
     path = Path(path)
     if _is_model(path):
-        made = (
+        artifact = (
             path.resolve().with_suffix(layout.SUFFIX).name
             if path.is_file()
             else f"{path.resolve().name}{layout.SUFFIX}"
@@ -90,8 +90,8 @@ def open_artifact(path: Path, *, check_digests: bool = True) -> Artifact:
         raise ArtifactError(
             f"{path} is a model, not an artifact",
             "an artifact made by flexspec compile",
-            f"compile it first: flexspec compile {shlex.quote(str(path))} -o {shlex.quote(made)} "
-            f"(in Python: flexspec.compile({str(path)!r}, out={made!r})), then give {made}",
+            f"compile it first: flexspec compile {shlex.quote(str(path))} -o {shlex.quote(artifact)} "
+            f"(in Python: flexspec.compile({str(path)!r}, out={artifact!r})), then pass {artifact}",
         )
     if not path.is_file():
         return _open_folder(path, path, check_digests)

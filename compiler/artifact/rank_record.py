@@ -35,19 +35,19 @@ class RankRecord:
 
 def drafting_only(plan: Plan) -> list[RankRecord]:
     """Records of the plan's ranks that have SSMs and no part of the LLM."""
-    held = {rank for stage in plan.stages for rank in stage.ranks}
-    extra = sorted({rank for ranks in plan.ssm_ranks for rank in ranks} - held)
+    stage_ranks = {rank for stage in plan.stages for rank in stage.ranks}
+    extra = sorted({rank for ranks in plan.ssm_ranks for rank in ranks} - stage_ranks)
     return [RankRecord(rank, NO_STAGE, False, (), ()) for rank in extra]
 
 
 def groups_of(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """The groups in which a rank meets others, each once, sorted. ``graph``: the rank's part of the LLM."""
-    found = set()
+    """The groups in which a rank exchanges, sorted, without repeats. ``graph``: the rank's part of the LLM."""
+    groups = set()
     for node in graph.nodes:
         members = dict(node.attrs).get("ranks")
         if record_of(node).exchange and isinstance(members, tuple):
-            found.add(tuple(sorted(member for member in members if isinstance(member, int))))
-    return tuple(sorted(found))
+            groups.add(tuple(sorted(member for member in members if isinstance(member, int))))
+    return tuple(sorted(groups))
 
 
 def several_ranks(records: tuple[RankRecord, ...], name: str) -> tuple[RankRecord, ...]:
@@ -62,7 +62,7 @@ def several_ranks(records: tuple[RankRecord, ...], name: str) -> tuple[RankRecor
 
 
 def ranks_from_json(body: object) -> tuple[RankRecord, ...]:
-    """All ranks in order. Raises ArtifactError when a field is missing or of the wrong kind, or ranks are left out."""
+    """All ranks in order. Raises ArtifactError if a field is missing or of the wrong kind, or a rank is missing."""
     table = Table.of(body, layout.RANKS, damaged)
     records = tuple(_record(part) for part in table.array("ranks"))
     table.done()

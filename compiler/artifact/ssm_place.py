@@ -1,7 +1,7 @@
-"""Where SSMs live: five places, and what follows from each for memory, time, devices and ranks.
+"""Where SSMs live: five places, and what each implies for memory, time, devices and ranks.
 
-A place knows no machine and no prices: devices, bytes and requests are numbers that the caller has. No other file asks
-for the name of a place; what differs between places is a field or a method here.
+A place knows neither machines nor prices: the caller passes devices, bytes and requests as numbers. No other file
+tests the name of a place; whatever differs between places is a field or a method here.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ UNKNOWN_KIND = -1
 
 @dataclass(frozen=True, slots=True)
 class SsmPlace:
-    """What depends on the place. The defaults are those of a plan without SSMs."""
+    """Whatever depends on the place. The defaults are those of a plan without SSMs."""
 
     name: ClassVar[str]  # in plan files
     words: ClassVar[str]  # for people
     drafts: ClassVar[bool] = True  # some SSM is used
-    separate: ClassVar[bool] = False  # each SSM has a device that holds no stage, so that they run side by side
-    in_every_stage: ClassVar[bool] = False  # drafting keeps the devices of every stage busy
-    asked_first: ClassVar[bool] = False  # a message to other ranks before they draft, and one back
-    asked_in_return: ClassVar[bool] = False  # the same, as part of what the last stage returns
+    separate: ClassVar[bool] = False  # each SSM has a device without a stage, so that SSMs run in parallel
+    in_every_stage: ClassVar[bool] = False  # drafting occupies the devices of every stage
+    draft_request_first: ClassVar[bool] = False  # a draft request to other ranks before the round, and a reply
+    draft_request_with_results: ClassVar[bool] = False  # the same, together with the results of the last stage
 
     @property
     def label(self) -> str:
@@ -34,19 +34,19 @@ class SsmPlace:
         return f"SSM {self.words}"
 
     def runs_in(self, *, first: bool, last: bool) -> bool:
-        """Whether drafting is part of the time of a stage (``first``, ``last``: where the stage stands)."""
+        """Whether drafting is part of the time of a stage; ``first``, ``last``: its position."""
         return False
 
     def lives_in(self, *, first: bool, last: bool) -> bool:
-        """Whether a rank of a stage holds the SSMs."""
+        """Whether a rank of the stage has the SSMs in memory."""
         return self.runs_in(first=first, last=last)
 
     def requests_a_device(self, requests: int, devices: int) -> int:
-        """Of ``requests``, those that one device drafts for."""
+        """How many of ``requests`` one device drafts for."""
         return requests
 
     def kinds_beside(self, kinds: int) -> range:
-        """The machine's kinds of nodes (of ``kinds``) whose devices draft before the first stage runs."""
+        """Which of the machine's ``kinds`` of nodes have devices that draft before the first stage runs."""
         return range(0)
 
     def reserved(self, kind: int, ssms: int) -> int:
@@ -56,18 +56,18 @@ class SsmPlace:
     def assign(
         self, stages: Sequence[Devices], ssms: int, *, separate: Sequence[int], every: Devices
     ) -> tuple[Devices, ...]:
-        """The devices of each SSM. ``separate``: devices without a stage; ``every``: all that could draft."""
+        """The devices of each SSM. ``separate``: devices reserved for SSMs; ``every``: all that could draft."""
         return ()
 
     def agrees(self, stages: Sequence[Devices], ssm_ranks: Sequence[Devices]) -> bool:
-        """Whether a plan's ranks of SSMs are those of this place."""
-        return bool(ssm_ranks) and all(self._holds(stages, set(ranks)) for ranks in ssm_ranks)
+        """Whether the SSM ranks of a plan match this place."""
+        return bool(ssm_ranks) and all(self._matches(stages, set(ranks)) for ranks in ssm_ranks)
 
-    def _holds(self, stages: Sequence[Devices], ranks: set[int]) -> bool:
+    def _matches(self, stages: Sequence[Devices], ranks: set[int]) -> bool:
         return False
 
     def with_stages(self, stages: int) -> SsmPlace:
-        """The same place in a plan of so many stages: an only stage is the first as well as the last."""
+        """The same place in a plan of ``stages`` stages: a single stage is both first and last."""
         return self
 
 
@@ -92,7 +92,7 @@ class SeparateDevices(SsmPlace):
     name: ClassVar[str] = "own"
     words: ClassVar[str] = "on devices of their own"
     separate: ClassVar[bool] = True
-    asked_first: ClassVar[bool] = True
+    draft_request_first: ClassVar[bool] = True
 
     kind: int = UNKNOWN_KIND  # in plans, which name devices and no machine
 
@@ -107,7 +107,7 @@ class SeparateDevices(SsmPlace):
     ) -> tuple[Devices, ...]:
         return tuple((device,) for device in separate)
 
-    def _holds(self, stages: Sequence[Devices], ranks: set[int]) -> bool:
+    def _matches(self, stages: Sequence[Devices], ranks: set[int]) -> bool:
         return not any(ranks & set(stage) for stage in stages)
 
 
@@ -124,7 +124,7 @@ class FirstStage(SsmPlace):
     ) -> tuple[Devices, ...]:
         return (stages[0][:1],) * ssms
 
-    def _holds(self, stages: Sequence[Devices], ranks: set[int]) -> bool:
+    def _matches(self, stages: Sequence[Devices], ranks: set[int]) -> bool:
         return ranks <= set(stages[0])
 
 
@@ -132,7 +132,7 @@ class FirstStage(SsmPlace):
 class LastStage(SsmPlace):
     name: ClassVar[str] = "last"
     words: ClassVar[str] = "on the last stage"
-    asked_in_return: ClassVar[bool] = True
+    draft_request_with_results: ClassVar[bool] = True
 
     def runs_in(self, *, first: bool, last: bool) -> bool:
         return last
@@ -142,7 +142,7 @@ class LastStage(SsmPlace):
     ) -> tuple[Devices, ...]:
         return (stages[-1][:1],) * ssms
 
-    def _holds(self, stages: Sequence[Devices], ranks: set[int]) -> bool:
+    def _matches(self, stages: Sequence[Devices], ranks: set[int]) -> bool:
         return ranks <= set(stages[-1])
 
     def with_stages(self, stages: int) -> SsmPlace:
@@ -151,12 +151,12 @@ class LastStage(SsmPlace):
 
 @dataclass(frozen=True, slots=True)
 class EveryDevice(SsmPlace):
-    """Data parallel: every device has all SSMs, and drafts for an equal share of the requests."""
+    """Data parallel: every device has all SSMs and drafts for an equal share of the requests."""
 
     name: ClassVar[str] = "all"
     words: ClassVar[str] = "data parallel over all devices"
     in_every_stage: ClassVar[bool] = True
-    asked_first: ClassVar[bool] = True
+    draft_request_first: ClassVar[bool] = True
 
     def lives_in(self, *, first: bool, last: bool) -> bool:
         return True
@@ -172,7 +172,7 @@ class EveryDevice(SsmPlace):
     ) -> tuple[Devices, ...]:
         return (every,) * ssms
 
-    def _holds(self, stages: Sequence[Devices], ranks: set[int]) -> bool:
+    def _matches(self, stages: Sequence[Devices], ranks: set[int]) -> bool:
         return all(set(stage) <= ranks for stage in stages)
 
 
@@ -185,7 +185,7 @@ def place_named(name: str) -> SsmPlace:
 
 
 def place_of_ranks(stages: Sequence[Devices], ssm_ranks: Sequence[Devices]) -> SsmPlace:
-    """The place of a plan that names none, by the ranks of its first SSM."""
+    """The place of a plan that names none, derived from the ranks of its first SSM."""
     if not ssm_ranks:
         return NoSsm()
     for place in (FirstStage(), LastStage()):

@@ -1,6 +1,7 @@
-"""Checks that the graphs of all ranks fit together: every exchange is met by all it needs, with types that agree.
+"""Checks that the graphs of all ranks match: every exchange has all its participants, and their types agree.
 
-Plays a step without tensors, every send waiting for its recv: parts that pass cannot deadlock on any transport.
+Simulates a step without tensors, where every send blocks until its recv: parts that pass cannot deadlock on any
+transport.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """An exchange as all of its ranks must see it: operator, ranks (of a hop sender, receiver), what they share."""
+    """An exchange as all of its ranks must see it."""
 
-    kind: str
-    ranks: Ranks
-    terms: str
+    kind: str  # operator, or "hop"
+    ranks: Ranks  # of a hop: sender, receiver
+    terms: str  # attributes and type, on which they must agree
 
 
 def meeting_of(rank: int, node: Node) -> Meeting:
-    """What an exchange of ``rank`` is called by all who take part in it."""
+    """The exchange of ``node`` on ``rank``, equal for all ranks that take part in it."""
     attrs, kind, collective = dict(node.attrs), node.outputs[0].type, record_of(node).collective
     if collective is Collective.SEND:
         return Meeting("hop", (rank, as_int(attrs["to"])), f"channel {attrs['channel']}: {kind}")
@@ -39,21 +40,21 @@ def meeting_of(rank: int, node: Node) -> Meeting:
 
 
 def check_ranks(parts: Sequence[RankPart]) -> None:
-    """Raise PartitionError if a step of these parts would not come to its end."""
+    """Raise PartitionError if a step of these parts would deadlock."""
     graphs = {part.rank: part.graph for part in parts}
     if len(graphs) != len(parts):
         raise _unfit("two parts of one rank")
-    todo = {rank: _meetings(rank, graph) for rank, graph in graphs.items()}
-    at = dict.fromkeys(todo, 0)
+    meetings = {rank: _meetings(rank, graph) for rank, graph in graphs.items()}
+    done = dict.fromkeys(meetings, 0)
     while True:
-        next_of = {rank: todo[rank][i] for rank, i in at.items() if i < len(todo[rank])}
+        next_of = {rank: meetings[rank][i] for rank, i in done.items() if i < len(meetings[rank])}
         if not next_of:
             return
         met = {m for m in next_of.values() if all(next_of.get(rank) == m for rank in m.ranks)}
         if not met:
             raise _unfit(_stuck(next_of))
         for rank, meeting in next_of.items():
-            at[rank] += meeting in met
+            done[rank] += meeting in met
 
 
 def _meetings(rank: int, graph: Graph) -> list[Meeting]:
@@ -62,10 +63,10 @@ def _meetings(rank: int, graph: Graph) -> list[Meeting]:
 
 def _stuck(next_of: Mapping[int, Meeting]) -> str:
     shown = [f"rank {rank} at {m.kind} of {list(m.ranks)}, {m.terms}" for rank, m in sorted(next_of.items())]
-    return "ranks that wait for one another: " + "; ".join(shown[:4]) + ("; ..." if len(shown) > 4 else "")
+    return "a deadlock between ranks: " + "; ".join(shown[:4]) + ("; ..." if len(shown) > 4 else "")
 
 
 def _unfit(found: str) -> PartitionError:
     return PartitionError(
-        found, "exchanges that all ranks of a group reach in the same order", "use the parts of all ranks of one plan"
+        found, "exchanges in the same order on all ranks of a group", "use the parts of all ranks of one plan"
     )

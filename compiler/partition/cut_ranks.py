@@ -1,8 +1,8 @@
-"""Partition: from one graph to a graph for each rank, with the operators between ranks and a recipe for its weights.
+"""Partition: one graph becomes a graph for each rank, with exchanges between ranks and a recipe for its weights.
 
-Works on the graph as a model file builds it; lower_ranks.py then runs the passes on each rank's graph,
-so that what is fused there is already cut. Stages come from stage_cuts.py, layouts from shard_layouts.py, ranges from
-shares.py; this file writes the graphs. See docs/design/partition.md.
+Works on the graph as a model file builds it; lower_ranks.py then runs the passes on every rank's graph, so that fused
+operators are already cut. Stages come from stage_cuts.py, layouts from shard_layouts.py, ranges from shares.py; this
+file writes the graphs. See docs/design/partition.md.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from flexspec.verifier import verify
 def partition(
     graph: Graph, stages: Sequence[Stage], *, prefer: Mapping[str, str] | None = None
 ) -> tuple[RankPart, ...]:
-    """The parts of all ranks, by stage and then in the order of the stage's ranks; each graph is verified.
+    """The parts of all ranks, by stage and then in the order of the stage's ranks; every graph is verified.
 
-    ``prefer`` names layouts of operators that are taken where each rank gets a part (``{"moe_experts": "experts"}``).
-    Raises PartitionError for stages that do not fit the graph, and for what cannot be cut to a stage's degree.
+    ``prefer`` names layouts of operators to choose if every rank gets a part (``{"moe_experts": "experts"}``). Raises
+    PartitionError for stages that do not fit the graph, and for operators that cannot be cut to a stage's degree.
     """
     check_layout_names(prefer or {})
     cuts = cut_stages(dead_values(graph), stages)
@@ -55,33 +55,33 @@ def partition(
 
 
 def _check_axes(layouts: Sequence[ShardedNode], degree: int) -> None:
-    states = [state for each in layouts for state in (*each.inputs, *each.outputs)]
+    states = [state for sharded in layouts for state in (*sharded.inputs, *sharded.outputs)]
     for axis in {id(s.axis.root()): s.axis.root() for s in states if s.axis is not None}.values():
         axis.check(degree)
 
 
 @dataclass(slots=True)
 class _RankWriter:
-    """Writes the graph of rank number ``part`` of a stage."""
+    """Writes the graph of one rank of a stage."""
 
     cut: StageCut
-    cuts: Sequence[StageCut]
-    part: int
+    cuts: Sequence[StageCut]  # of all stages
+    part: int  # number of the rank in the stage
     types: dict[str, TensorType] = field(init=False)  # of the uncut values
     blocks: dict[str, int | None] = field(init=False)  # of the nodes that compute the uncut values
-    given: set[str] = field(init=False)  # names of the stage's inputs
-    at_hand: dict[str, dict[tuple[int | str | None, int], str]] = field(default_factory=dict)  # name by state
-    states: dict[str, list[State]] = field(default_factory=dict)
+    stage_inputs: set[str] = field(init=False)  # names
+    available: dict[str, dict[tuple[int | str | None, int], str]] = field(default_factory=dict)  # local name by state
+    states: dict[str, list[State]] = field(default_factory=dict)  # in which a value is available, the original first
     inputs: dict[str, list[Value]] = field(default_factory=dict)  # local ones by the uncut input's name
     nodes: list[Node] = field(default_factory=list)
     slices: list[WeightSlice] = field(default_factory=list)
-    taken: set[str] = field(default_factory=set)
+    used_names: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.types = self.cut.graph.types()
         self.blocks = {value.name: node.block for node in self.cut.graph.nodes for value in node.outputs}
-        self.given = {value.name for value in self.cut.graph.inputs}
-        self.taken = set(self.types)
+        self.stage_inputs = {value.name for value in self.cut.graph.inputs}
+        self.used_names = set(self.types)
 
     @property
     def degree(self) -> int:
@@ -92,7 +92,7 @@ class _RankWriter:
         return self.cut.stage.ranks
 
     def write(self, layouts: Sequence[ShardedNode]) -> Graph:
-        arriving = {each.value.name for each in self.cut.received}
+        arriving = {crossing.value.name for crossing in self.cut.received}
         for value in self.cut.graph.inputs:
             if value.type.role not in (Role.WEIGHT, Role.KV) and value.name not in arriving:
                 self.inputs[value.name] = [value]
@@ -100,17 +100,19 @@ class _RankWriter:
         for crossing in self.cut.received:
             self.receive(crossing)
         sent = [
-            name for crossing in self.cut.sent if crossing.value.name in self.at_hand for name in self.send(crossing)
+            name for crossing in self.cut.sent if crossing.value.name in self.available for name in self.send(crossing)
         ]
-        for each in layouts:
-            self.call(each)
-            made = {value.name for value in each.node.outputs}
-            sent += [name for crossing in self.cut.sent if crossing.value.name in made for name in self.send(crossing)]
+        for sharded in layouts:
+            self.call(sharded)
+            computed = {value.name for value in sharded.node.outputs}
+            sent += [
+                name for crossing in self.cut.sent if crossing.value.name in computed for name in self.send(crossing)
+            ]
         whole = [self.obtain(name, WHOLE) for name in self.cut.results]
         caches = [name for name in self.cut.graph.outputs if self.types[name].role is Role.KV]
         inputs = [local for value in self.cut.graph.inputs for local in self.inputs.get(value.name, [])]
-        order = {value.name: at for at, value in enumerate(inputs)}
-        self.slices.sort(key=lambda each: order[each.name])
+        order = {value.name: position for position, value in enumerate(inputs)}
+        self.slices.sort(key=lambda weight: order[weight.name])
         name = f"{self.cut.graph.name}.rank{self.ranks[self.part]}" if self.several else self.cut.graph.name
         return Graph(name, tuple(inputs), tuple(self.nodes), (*whole, *sent, *caches))
 
@@ -119,18 +121,18 @@ class _RankWriter:
         return len(self.cuts) > 1 or self.degree > 1
 
     def note(self, name: str, state: State, local: str) -> None:
-        self.at_hand.setdefault(name, {})[state.key()] = local
+        self.available.setdefault(name, {})[state.key()] = local
         self.states.setdefault(name, []).append(state)
 
     def fresh(self, name: str) -> str:
         local, count = name, 1
-        while local in self.taken:
+        while local in self.used_names:
             local, count = f"{name}{count}", count + 1
-        self.taken.add(local)
+        self.used_names.add(local)
         return local
 
     def emit(self, op: str, name: str, operand: str, result: str, kind: TensorType, **attrs: Attr) -> str:
-        """An operator on what this rank has of the uncut value ``name``, in that value's block."""
+        """An operator on this rank's part of the uncut value ``name``, in that value's block."""
         outputs, pairs = (Value(result, kind),), tuple(sorted(attrs.items()))
         self.nodes.append(Node(op, (operand,), outputs, pairs, self.blocks.get(name)))
         return result
@@ -148,9 +150,9 @@ class _RankWriter:
         return state.axis.share(extent, self.degree, self.part)
 
     def call(self, sharded: ShardedNode) -> None:
-        """The node on this rank's operands; its attributes are those of the share."""
+        """The node on this rank's operands, with attributes scaled to its share."""
         node, layout = sharded.node, sharded.layout
-        operands = tuple(self.obtain(*each) for each in zip(node.inputs, sharded.inputs, strict=True))
+        operands = tuple(self.obtain(name, state) for name, state in zip(node.inputs, sharded.inputs, strict=True))
         split = [(n, s) for n, s in zip(node.inputs, sharded.inputs, strict=True) if isinstance(s.dim, int)]
         attrs = dict(node.attrs)
         if split:
@@ -167,7 +169,7 @@ class _RankWriter:
         outputs: list[Value] = []
         for value, state in zip(node.outputs, sharded.outputs, strict=True):
             needed_whole = value.name in self.cut.graph.outputs and state.dim is not None
-            renamed = needed_whole and value.type.role is not Role.KV  # the whole value keeps the output's name
+            renamed = needed_whole and value.type.role is not Role.KV  # the output's name is for the whole value
             mark = "sum" if state.dim == "partial" else "part"
             local = self.fresh(f"{value.name}.{mark}") if renamed else value.name
             outputs.append(Value(local, self.local_type(value.type, state)))
@@ -175,17 +177,17 @@ class _RankWriter:
         self.nodes.append(Node(node.op, operands, tuple(outputs), tuple(sorted(attrs.items())), node.block))
 
     def obtain(self, name: str, state: State) -> str:
-        """The local name of a value in a state; what it takes to get there is written first."""
-        found = self.at_hand.get(name, {}).get(state.key())
-        if found is not None:
-            return found
+        """The local name of a value in a state; the operators that bring it there are written first."""
+        known = self.available.get(name, {}).get(state.key())
+        if known is not None:
+            return known
         kind = self.types[name]
-        if kind.role in (Role.WEIGHT, Role.KV) and name in self.given:
-            return self.own(name, state)
+        if kind.role in (Role.WEIGHT, Role.KV) and name in self.stage_inputs:
+            return self.local_input(name, state)
         if state.dim is None:
             local = self.make_whole(name, kind)
         else:
-            assert isinstance(state.dim, int), "nothing becomes a partial sum"
+            assert isinstance(state.dim, int), "no operator makes a partial sum of a whole value"
             whole = self.obtain(name, WHOLE)
             first, end = self.share(kind.dims[state.dim], state)
             local = self.fresh(f"{name}.part")
@@ -196,23 +198,23 @@ class _RankWriter:
         return local
 
     def make_whole(self, name: str, kind: TensorType) -> str:
-        """Reduce a sum or combine shares, whichever is at hand."""
-        held = self.states[name][0]
-        source = self.at_hand[name][held.key()]
+        """Reduce a partial sum, or combine shares."""
+        state = self.states[name][0]
+        source = self.available[name][state.key()]
         local = name if source != name else self.fresh(f"{name}.whole")
-        if held.dim == "partial":
+        if state.dim == "partial":
             return self.emit("reduce", name, source, local, kind, ranks=self.ranks)
-        assert isinstance(held.dim, int) and held.axis is not None
-        extent = kind.dims[held.dim]
+        assert isinstance(state.dim, int) and state.axis is not None
+        extent = kind.dims[state.dim]
         assert isinstance(extent, int)
-        shares = [held.axis.share(extent, self.degree, part) for part in range(self.degree)]
+        shares = [state.axis.share(extent, self.degree, part) for part in range(self.degree)]
         sizes = tuple(end - first for first, end in shares)
         return self.emit(
-            "combine", name, source, local, kind, dim=held.dim, ranks=self.ranks, sizes=sizes, part=self.part
+            "combine", name, source, local, kind, dim=state.dim, ranks=self.ranks, sizes=sizes, part=self.part
         )
 
-    def own(self, name: str, state: State) -> str:
-        """A weight or cache of this rank, as an input; a weight also gets its recipe."""
+    def local_input(self, name: str, state: State) -> str:
+        """A weight or cache as an input of this rank's graph; a weight also gets its recipe."""
         kind = self.types[name]
         local = name if name not in self.inputs else self.fresh(f"{name}.cut")
         self.inputs.setdefault(name, []).append(Value(local, self.local_type(kind, state)))
@@ -227,7 +229,7 @@ class _RankWriter:
         return local
 
     def send(self, crossing: Crossing) -> list[str]:
-        """The value to the rank of the same number in the target stage, if that has one."""
+        """Send the value to the rank of the same number in the target stage, if there is one."""
         peers = self.cuts[crossing.target].stage.ranks
         whole = self.obtain(crossing.value.name, WHOLE)
         if self.part >= len(peers):
@@ -239,7 +241,7 @@ class _RankWriter:
         ]
 
     def receive(self, crossing: Crossing) -> None:
-        """The value from the rank of the same number, or where the source stage has fewer, from a rank of this one."""
+        """Receive the value from the rank of the same number or, if the source stage has fewer, from a peer."""
         value, peers = crossing.value, self.cuts[crossing.source].stage.ranks
         rows = self.row_counter(value)
         arriving: dict[str, Attr] = {
@@ -267,9 +269,9 @@ class _RankWriter:
 
     def row_counter(self, value: Value) -> str:
         """A step input with as many entries as the value has rows."""
-        for each in self.cut.graph.inputs:
-            if each.type.role in (Role.IDS, Role.TREE) and each.type.dims == value.type.dims[:1]:
-                return each.name
+        for candidate in self.cut.graph.inputs:
+            if candidate.type.role in (Role.IDS, Role.TREE) and candidate.type.dims == value.type.dims[:1]:
+                return candidate.name
         raise PartitionError(
             f"%{value.name}: {value.type} goes from one stage to another",
             "a tensor whose first dim counts the rows of a step input",

@@ -1,4 +1,4 @@
-"""The graphs of all ranks as they are compiled: the model's graph cut first, then the passes on each rank's part."""
+"""The graphs of all ranks as they are compiled: first the model's graph is cut, then every part is lowered."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def lower_ranks(
     *,
     prefer: Mapping[str, str] | None = None,
 ) -> tuple[RankPart, ...]:
-    """The graph cut for every rank of the stages (``prefer`` as for partition), each part then lowered by the passes.
+    """The graph cut for every rank of the stages (``prefer`` as for partition), and every part lowered by the passes.
 
-    With ``dump_dir`` the dumps of a rank stand in ``rankN`` there, ``00_input.fsg`` being its graph before the passes.
-    Raises PartitionError for stages that do not fit the graph, and what run_passes raises. That the parts still fit
-    together is checked at the end.
+    With ``dump_dir``, the dumps of rank N are in ``rankN`` there; ``00_input.fsg`` is its graph before the passes. The
+    parts are checked against each other again at the end. Raises PartitionError for stages that do not fit the graph,
+    and what run_passes raises.
     """
     parts = []
     for part in partition(graph, stages, prefer=prefer):

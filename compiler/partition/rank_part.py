@@ -12,12 +12,12 @@ from flexspec.graph import Graph
 class RankPart:
     """One rank's share of the model.
 
-    The graph reads the step, then features if its stage does, weights, caches. It returns, in the last stage, what the
-    whole graph does (logits, features), whole on every rank; then the values that it sends; then its caches.
+    The graph's inputs are the step, features if its stage reads them, weights, and caches. In the last stage, its first
+    outputs are those of the whole graph (logits, features), whole on every rank; then come sent values and caches.
     """
 
     rank: int
     stage: int  # number of the stage
     graph: Graph
     weights: tuple[WeightSlice, ...]  # how each weight of the graph is cut from the model's
-    results: int  # how many outputs are those of the whole graph
+    results: int  # number of outputs that are those of the whole graph

@@ -1,9 +1,9 @@
 """Chooses a tensor-parallel layout for each operator of a stage, from those that its record declares.
 
-Greedy, in execution order: an operator takes the layout that costs the fewest exchanges for its operands, then the one
-that cuts the most weight elements, then the fewest local cuts, then the first declared. On a decoder this finds the
-usual column and row cuts. A caller may prefer a layout of an operator by name. This file knows no operator by name, and
-no rank: who holds what is settled by shares.py.
+Greedy, in execution order: an operator gets the layout with the fewest exchanges for its operands; ties are broken by
+the most weight elements cut, then the fewest local cuts, then the order of declaration. On a decoder this finds the
+usual column and row cuts. A caller may prefer a layout of an operator by name. This file knows no operator by name and
+no ranks: shares.py decides which rank has which part.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from flexspec.types import Role, TensorType
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How ranks hold a value: whole (dim None), as a sum over ranks ("partial"), or cut along a dim by an axis."""
+    """How a value is distributed over ranks."""
 
-    dim: int | str | None = None
-    axis: Axis | None = None
+    dim: int | str | None = None  # None: whole; "partial": summands of a sum over ranks; a number: cut along that dim
+    axis: Axis | None = None  # of the cut
 
     def key(self) -> tuple[int | str | None, int]:
         """Equal for states that are the same once all axes are known."""
@@ -47,31 +47,31 @@ class ShardedNode:
 class _Solver:
     graph: Graph
     types: dict[str, TensorType]
-    free: set[str]  # weights and caches: they lie as their reader wants them
-    prefer: Mapping[str, str]  # operator: its layout that is taken where each rank has a part
+    free: set[str]  # weights and caches: their reader chooses how they are distributed
+    prefer: Mapping[str, str]  # by operator, the layout to choose if every rank has a part
     degree: int
-    states: dict[str, list[State]] = field(default_factory=dict)  # in which a value is at hand, first the one it has
+    states: dict[str, list[State]] = field(default_factory=dict)  # in which a value is available, the original first
 
     def cost(self, name: str, dim: int | str | None) -> tuple[int, int] | None:
-        """(exchanges, conversions) until ``name`` is at hand cut along ``dim``; None if that cannot be.
+        """(exchanges, conversions) until ``name`` is available cut along ``dim``; None if that is impossible.
 
-        A sum that was reduced once is not used as a sum again: the residual stream stays whole, as on one rank.
+        A sum that has been reduced is not used as a partial sum again: the residual stream stays whole, as on one rank.
         """
-        held = self.states[name]
-        if dim == "partial" and name not in self.free and WHOLE in held:
+        available = self.states[name]
+        if dim == "partial" and name not in self.free and WHOLE in available:
             return None
-        if any(state.dim == dim for state in held):
+        if any(state.dim == dim for state in available):
             return 0, 0
         if name in self.free:
             return (0, 0) if dim != "partial" or self.types[name].role is Role.WEIGHT else None
         if dim == "partial":
             return None
-        whole = any(state.dim is None for state in held)
+        whole = any(state.dim is None for state in available)
         conversions = (0 if whole else 1) + (0 if dim is None else 1)
         return 0 if whole else 1, conversions
 
     def price(self, node: Node, layout: TpLayout) -> tuple[int, int, int] | None:
-        """(exchanges, minus the weight elements that are cut, conversions), or None where the layout is not legal."""
+        """(exchanges, minus the weight elements cut, conversions); None if the layout is not legal."""
         kinds = [self.types[name] for name in node.inputs]
         if layout.operand_dims not in (None, len(kinds[0].dims) if kinds else 0):
             return None
@@ -105,57 +105,57 @@ class _Solver:
         wanted = [layout for _, layout in legal if layout.name == self.prefer.get(node.op)]
         if wanted and self.parts(node, wanted[0]) >= self.degree:
             return self.settle(node, wanted[0])
-        return self.settle(node, min(legal, key=lambda each: each[0])[1])
+        return self.settle(node, min(legal, key=lambda candidate: candidate[0])[1])
 
     def parts(self, node: Node, layout: TpLayout) -> int:
-        """Into how many parts a layout can cut its operands at most."""
+        """The most parts into which a layout can cut its operands."""
         kinds = [self.types[name] for name in node.inputs]
         dims = [(kind, layout.input_dim(position)) for position, kind in enumerate(kinds)]
         cut = [kind.dims[dim] for kind, dim in dims if isinstance(dim, int)]
         return min((size for size in cut if isinstance(size, int)), default=0)
 
     def settle(self, node: Node, layout: TpLayout) -> ShardedNode:
-        """Take the layout: unite the axes of what it cuts alike, and note how operands and results lie."""
-        own, covering = Axis(_label(node, self.types)), Axis(_label(node, self.types))
+        """Choose the layout: unite the axes that it cuts alike, and record the states of operands and results."""
+        cut, covering = Axis(_label(node, self.types)), Axis(_label(node, self.types))
         inputs: list[State] = []
         for position, name in enumerate(node.inputs):
-            axis = covering if position in layout.covers[0] else own
+            axis = covering if position in layout.covers[0] else cut
             inputs.append(self.operand(name, layout.input_dim(position), axis))
         outputs: list[State] = []
         for position, value in enumerate(node.outputs):
-            axis = covering if position in layout.covers[1] else own
+            axis = covering if position in layout.covers[1] else cut
             state = _cut(value.type, layout.output_dim(position), axis)
             outputs.append(state)
             self.states[value.name] = [state]
-        if own.root().extents and any(state.dim == "partial" for state in outputs):
-            own.root().must_tile = True
+        if cut.root().extents and any(state.dim == "partial" for state in outputs):
+            cut.root().must_tile = True
         if covering.root().extents:
-            covering.root().cover(own)
+            covering.root().cover(cut)
         return ShardedNode(node, layout, tuple(inputs), tuple(outputs))
 
     def operand(self, name: str, dim: int | str | None, axis: Axis) -> State:
-        held = self.states[name]
-        for state in held:
+        available = self.states[name]
+        for state in available:
             if state.dim == dim:
                 if state.axis is not None:
                     older, newer = (axis, state.axis) if axis.root().extents else (state.axis, axis)
-                    older.unite(newer)  # messages call it by the first weight that it cuts
+                    older.unite(newer)  # errors name the axis by the first weight that it cuts
                 return state
-        if name not in self.free and all(state.dim is not None for state in held):
-            for state in held:
+        if name not in self.free and all(state.dim is not None for state in available):
+            for state in available:
                 if state.axis is not None:
                     state.axis.root().must_tile = True
-            held.append(WHOLE)
+            available.append(WHOLE)
         state = _cut(self.types[name], dim, axis)
         if state.dim is not None or name in self.free:
-            held.append(state)
+            available.append(state)
         return state
 
 
 def shard_layouts(graph: Graph, degree: int, prefer: Mapping[str, str] | None = None) -> tuple[ShardedNode, ...]:
-    """Layouts of all nodes, in order, for ``degree`` ranks. Raises PartitionError for an operator that none fits.
+    """Layouts of all nodes, in order, for ``degree`` ranks. Raises PartitionError for an operator without a legal one.
 
-    ``prefer``: for an operator, the name of a layout to take where it is legal and has a part for each rank.
+    ``prefer``: by operator, the name of a layout to choose if it is legal and has a part for every rank.
     """
     free = {value.name for value in graph.inputs if value.type.role in (Role.WEIGHT, Role.KV)}
     solver = _Solver(graph, graph.types(), free, prefer or {}, degree)
@@ -165,12 +165,14 @@ def shard_layouts(graph: Graph, degree: int, prefer: Mapping[str, str] | None = 
 
 
 def check_layout_names(prefer: Mapping[str, str]) -> None:
-    """Raise PartitionError for a layout that its operator does not have, GraphError for an unknown operator."""
+    """Raise PartitionError for an unknown layout of an operator, GraphError for an unknown operator."""
     for op, name in prefer.items():
         known = [layout.name for layout in record_of(op).layouts]
         if name not in known:
             raise PartitionError(
-                f"layout {name!r} of {op}", f"one of {', '.join(known) or 'none at all'}", "name one of its record"
+                f"layout {name!r} of {op}",
+                f"one of {', '.join(known) or 'none at all'}",
+                "choose a layout of its record",
             )
 
 
@@ -187,12 +189,12 @@ def _cut(kind: TensorType, dim: int | str | None, axis: Axis) -> State:
         return State(dim)
     extent = kind.dims[dim]
     assert isinstance(extent, int), "price() refused symbolic dims"
-    last = dim == len(kind.dims) - 1  # blocks of a stored weight lie along its rows
+    last = dim == len(kind.dims) - 1  # a stored weight's blocks run along its rows
     axis.see(extent, kind.format.block_elements if kind.format and last else 1)
     return State(dim, axis)
 
 
 def _label(node: Node, types: dict[str, TensorType]) -> str:
-    """What a message calls an axis: the weight that it first cuts, or the value."""
+    """The name of an axis in errors: the first weight that it cuts, or the value."""
     weights = [name for name in node.inputs if types[name].role is Role.WEIGHT]
     return (weights or [node.outputs[0].name])[0]

@@ -1,7 +1,7 @@
-"""Who holds which part: the axes along which a graph is cut, the range of each rank, and the recipe of its weights.
+"""Which rank has which part: the axes along which a graph is cut, the range of each rank, the recipe of its weights.
 
-An axis is anything that is divided among the ranks of a stage under one set of ranges: attention heads, ffn columns,
-the vocabulary. Sizes need not divide: shares differ by one unit at most, first ranks hold the larger ones.
+An axis is whatever the ranks of a stage divide by one set of ranges: attention heads, ffn columns, the vocabulary.
+Sizes need not be divisible: shares differ by at most one unit, and the first ranks have the larger ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Range = tuple[int, int]  # first, end (not included)
 
 
 def even_ranges(units: int, parts: int) -> tuple[Range, ...]:
-    """``units`` in ``parts`` runs whose lengths differ by one at most; ``parts`` is at most ``units``."""
+    """``units`` divided into ``parts`` ranges whose lengths differ by at most one; ``parts`` is at most ``units``."""
     assert 0 < parts <= units, f"{units} units in {parts} parts"
     least, more = divmod(units, parts)
     starts = [part * least + min(part, more) for part in range(parts + 1)]
@@ -30,10 +30,10 @@ def even_ranges(units: int, parts: int) -> tuple[Range, ...]:
 
 
 def head_ranges(heads: int, kv_heads: int, parts: int) -> tuple[Range, ...]:
-    """Query heads of each rank: those of whole kv heads, or a part of one kv head's where ranks outnumber kv heads.
+    """Query heads of each rank: those of whole kv heads, or some of one kv head's if ranks outnumber kv heads.
 
-    Attention takes equally many query heads to each kv head, so that no rank may hold one kv head's queries and half of
-    the next's. 9 heads with 3 kv heads on 2 ranks are 6 and 3, on 4 ranks 2, 1, 3 and 3.
+    Attention has the same number of query heads for every kv head, so no rank may have one kv head's queries and half
+    of the next one's. 9 heads with 3 kv heads on 2 ranks are 6 and 3, on 4 ranks 2, 1, 3 and 3.
     """
     share = heads // kv_heads
     if parts <= kv_heads:
@@ -47,19 +47,15 @@ def head_ranges(heads: int, kv_heads: int, parts: int) -> tuple[Range, ...]:
 
 
 class Axis:
-    """One axis, growing together while layouts are chosen (union-find).
-
-    ``extents`` are the sizes it was seen with, multiples of their least (8 heads: 8, and 8 * 64 columns). An axis that
-    covers another has its ranges follow from that one's; they may overlap.
-    """
+    """One axis; axes are united while layouts are chosen (union-find)."""
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self.extents: set[int] = set()
-        self.blocks: dict[int, int] = {}  # by extent: it may be cut only between blocks of so many entries
-        self.covers: Axis | None = None
+        self.extents: set[int] = set()  # sizes of its dims, multiples of the least (8 heads: 8, and 8 * 64 columns)
+        self.blocks: dict[int, int] = {}  # by extent: cuts are allowed only between blocks of so many entries
+        self.covers: Axis | None = None  # the axis from whose ranges its own follow; these may overlap
         self.covered_by: list[Axis] = []
-        self.must_tile = False  # a sum or a join over it would count a shared part twice
+        self.must_tile = False  # a sum or gather over it would count a part twice that ranks share
         self._same: Axis | None = None
 
     def root(self) -> Axis:
@@ -69,13 +65,13 @@ class Axis:
         return axis
 
     def see(self, extent: int, block: int = 1) -> None:
-        """The axis runs along a dim of this size, which is cut between blocks of ``block`` entries."""
+        """Record that the axis runs along a dim of this size, to be cut only between blocks of ``block`` entries."""
         axis = self.root()
         axis.extents.add(extent)
         axis.blocks[extent] = lcm(block, axis.blocks.get(extent, 1))
 
     def unite(self, other: Axis) -> None:
-        """From now on both are one axis. Raises PartitionError when one covers the other."""
+        """Make both one axis. Raises PartitionError if one covers the other."""
         mine, theirs = self.root(), other.root()
         if mine is theirs:
             return
@@ -95,7 +91,7 @@ class Axis:
         theirs._same = mine
 
     def cover(self, other: Axis) -> None:
-        """From now on this axis' ranges follow from those of ``other``."""
+        """Derive this axis' ranges from those of ``other``. Raises PartitionError if both are one axis."""
         mine, theirs = self.root(), other.root()
         if mine is theirs or theirs.covers is not None or (mine.covers and mine.covers.root() is not theirs):
             raise PartitionError(
@@ -107,9 +103,9 @@ class Axis:
         theirs.covered_by.append(mine)
 
     def units(self) -> int:
-        """What cannot be cut further: entries of the least extent, or as many of them as make whole blocks.
+        """The number of indivisible units: entries of the least extent, or groups of them that make whole blocks.
 
-        Raises PartitionError when another extent is not a multiple of the least.
+        Raises PartitionError if another extent is not a multiple of the least.
         """
         axis = self.root()
         least = min(axis.extents)
@@ -125,13 +121,13 @@ class Axis:
         return least if step == 1 else axis._units_of_blocks(least, step)
 
     def _units_of_blocks(self, least: int, step: int) -> int:
-        """As many units as ``step`` allows such that one never holds parts of two kv heads' queries."""
+        """The most units that ``step`` allows such that none has queries of two kv heads in part."""
         groups = min((covering.root().units() for covering in self.covered_by), default=1)
         counts = (least // size for size in range(step, least + 1, step) if least % size == 0)
         return next(count for count in counts if count % groups == 0 or groups % count == 0)
 
     def ranges(self, degree: int) -> tuple[Range, ...]:
-        """The units of each rank. Raises PartitionError when there are fewer units than ranks."""
+        """The units of each rank. Raises PartitionError if there are fewer units than ranks."""
         axis, units = self.root(), self.units()
         if axis.covers is not None:
             whole = axis.covers.root()
@@ -149,18 +145,18 @@ class Axis:
         return head_ranges(units, groups, degree) if units % groups == 0 else even_ranges(units, degree)
 
     def share(self, extent: int, degree: int, part: int) -> Range:
-        """What rank number ``part`` of the stage holds along a dim of this size."""
+        """The range of rank number ``part`` of the stage along a dim of this size."""
         first, end = self.ranges(degree)[part]
         scale = extent // self.units()
         return first * scale, end * scale
 
     def check(self, degree: int) -> None:
-        """Raise PartitionError if ranks share a part of what is summed or joined over all of them."""
+        """Raise PartitionError if ranks share a part of an axis that is summed or gathered over all of them."""
         ranges = self.ranges(degree)
         tiled = all(end == first for (_, end), (first, _) in zip(ranges, ranges[1:], strict=False))
         if self.root().must_tile and not tiled:
             raise PartitionError(
-                f"{self.root().label} is summed or joined over {degree} ranks, some of which hold the same part",
+                f"{self.root().label} is summed or gathered over {degree} ranks, some of which share a part",
                 f"a degree of at most {self.units()} there",
                 "give the stage fewer ranks",
             )
@@ -168,28 +164,24 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """How a rank's weight is made: entries ``first`` to ``end`` of ``source`` along ``dim``; dim None is all of it.
+    """How a rank's weight is cut from the model's."""
 
-    ``zeros``: the rank adds nothing, another holds the weight (a bias that must count once in a sum over ranks).
-    ``source_dims`` are the dims of the whole weight.
-    """
-
-    name: str
-    source: str
+    name: str  # in the rank's graph
+    source: str  # the model's weight
     source_dims: tuple[int, ...]
-    dim: int | None = None
-    first: int = 0
-    end: int = 0
-    zeros: bool = False
+    dim: int | None = None  # that is cut; None: the whole weight
+    first: int = 0  # entry along dim
+    end: int = 0  # not included
+    zeros: bool = False  # zeros instead: a bias must count once in a sum over ranks, and another rank has it
 
     def dims(self) -> tuple[int, ...]:
-        """The dims of what the rank holds."""
+        """The dims of the rank's weight."""
         if self.dim is None:
             return self.source_dims
         return (*self.source_dims[: self.dim], self.end - self.first, *self.source_dims[self.dim + 1 :])
 
     def take(self, whole: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The rank's part of the whole weight. Raises WeightError for a weight of other dims."""
+        """The rank's part of the whole weight. Raises WeightError if its dims are not ``source_dims``."""
         if whole.shape != self.source_dims:
             raise WeightError(
                 f"weight {self.source} of shape {list(whole.shape)}",
@@ -206,5 +198,5 @@ class WeightSlice:
 def cut_weights(
     slices: Sequence[WeightSlice], get: Callable[[str], NDArray[np.float32]]
 ) -> Mapping[str, NDArray[np.float32]]:
-    """The weights of one rank by their names in its graph; ``get`` gives a whole weight. Raises WeightError."""
-    return {each.name: each.take(get(each.source)) for each in slices}
+    """The weights of one rank by their names in its graph; ``get`` returns a whole weight. Raises WeightError."""
+    return {part.name: part.take(get(part.source)) for part in slices}

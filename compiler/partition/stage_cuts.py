@@ -1,8 +1,8 @@
-"""Cuts a graph into pipeline stages: which node runs in which stage, and which values go from one to another.
+"""Cuts a graph into pipeline stages: which node runs in which stage, and which values pass between stages.
 
-Nodes carry the number of their block; one outside the blocks belongs to the last block that it needs. What comes before
-the blocks is in the first stage, what comes after them in the last. A stage's graph is an ordinary graph; what it takes
-from others are inputs, what it gives are outputs.
+Nodes carry the number of their block; a node outside the blocks belongs to the last block whose results it needs. Nodes
+before the blocks are in the first stage, nodes after them in the last. A stage's graph is an ordinary graph: received
+values are inputs, sent values are outputs.
 """
 
 from __future__ import annotations
@@ -20,28 +20,27 @@ _OWNED = (Role.WEIGHT, Role.KV)
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value that stage ``source`` makes and stage ``target`` needs; ``channel`` tells the crossings apart."""
+    """A value that passes from one stage to another."""
 
     value: Value
-    source: int
-    target: int
-    channel: int
+    source: int  # stage that computes it
+    target: int  # stage that needs it
+    channel: int  # unique among the crossings of a graph
 
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
     """One stage: its graph, and the crossings out of it and into it.
 
-    The graph's outputs are ``results`` (those of the whole graph but the caches; in the last stage only), the values
-    that are sent, then the caches. ``received`` is by source stage: the first stage never waits, so that its messages
-    come through, then those of the second do, and no order of blocking sends and receives can lock ranks up.
+    Receiving in the order of source stages prevents deadlock, whatever blocks: the first stage never waits, so its
+    messages arrive; then those of the second do, and so on.
     """
 
     stage: Stage
-    graph: Graph
-    results: tuple[str, ...]
+    graph: Graph  # its outputs: results, then sent values, then caches
+    results: tuple[str, ...]  # outputs of the whole graph other than caches; only in the last stage
     sent: tuple[Crossing, ...]
-    received: tuple[Crossing, ...]
+    received: tuple[Crossing, ...]  # in the order of source stages
 
 
 def cut_stages(graph: Graph, stages: Sequence[Stage]) -> tuple[StageCut, ...]:
@@ -50,7 +49,7 @@ def cut_stages(graph: Graph, stages: Sequence[Stage]) -> tuple[StageCut, ...]:
     if not blocks:
         raise PartitionError(
             f"graph {graph.name}, whose operators belong to no block",
-            "decoder blocks with numbers, between which stages are cut",
+            "numbered decoder blocks, between which stages are cut",
             "write them with `with b.block(i):` in the model file",
         )
     check_stages(stages, _invalid)
@@ -65,7 +64,7 @@ def _invalid(key: str, found: str, expected: str) -> PartitionError:
 
 
 def _places(graph: Graph, stages: Sequence[Stage], blocks: dict[str, int]) -> dict[str, int]:
-    """The stage in which each computed value is made."""
+    """The stage that computes each value."""
     place: dict[str, int] = {}
     for node in graph.nodes:
         for value in node.outputs:
@@ -75,7 +74,7 @@ def _places(graph: Graph, stages: Sequence[Stage], blocks: dict[str, int]) -> di
 
 
 def _crossings(graph: Graph, place: dict[str, int], stages: int) -> list[Crossing]:
-    """In order of production, then of target."""
+    """In the order in which values are computed, then of target stages."""
     targets: dict[str, set[int]] = {}
     for node in graph.nodes:
         for name in node.inputs:
@@ -84,20 +83,20 @@ def _crossings(graph: Graph, place: dict[str, int], stages: int) -> list[Crossin
     for name in graph.outputs:
         if types[name].role is not Role.KV:
             targets.setdefault(name, set()).add(stages - 1)
-    found: list[Crossing] = []
+    crossings: list[Crossing] = []
     for node in graph.nodes:
         for value in node.outputs:
             source = place[value.name]
             for target in sorted(targets.get(value.name, set()) - {source}):
-                found.append(Crossing(value, source, target, len(found)))
-    return found
+                crossings.append(Crossing(value, source, target, len(crossings)))
+    return crossings
 
 
 def _stage_cut(
     graph: Graph, stages: Sequence[Stage], place: dict[str, int], crossings: list[Crossing], at: int
 ) -> StageCut:
-    sent = tuple(each for each in crossings if each.source == at)
-    arriving = sorted((each for each in crossings if each.target == at), key=lambda each: (each.source, each.channel))
+    sent = tuple(crossing for crossing in crossings if crossing.source == at)
+    received = sorted((c for c in crossings if c.target == at), key=lambda c: (c.source, c.channel))
     nodes = tuple(node for node in graph.nodes if place[node.outputs[0].name] == at)
     types = graph.types()
     results = tuple(name for name in graph.outputs if types[name].role is not Role.KV)
@@ -106,8 +105,8 @@ def _stage_cut(
     inputs = [v for v in graph.inputs if v.name in read or v.type.role in (Role.IDS, Role.TREE)]
     first_owned = next((i for i, v in enumerate(inputs) if v.type.role in _OWNED), len(inputs))
     caches = [name for name in graph.outputs if types[name].role is Role.KV and place.get(name) == at]
-    given = dict.fromkeys([*results, *(each.value.name for each in sent), *caches])
-    values = [each.value for each in arriving]
+    outputs = dict.fromkeys([*results, *(crossing.value.name for crossing in sent), *caches])
+    values = [crossing.value for crossing in received]
     name = f"{graph.name}.stage{at}" if len(stages) > 1 else graph.name
-    cut = Graph(name, (*inputs[:first_owned], *values, *inputs[first_owned:]), nodes, tuple(given))
-    return StageCut(stages[at], cut, results, sent, tuple(arriving))
+    cut = Graph(name, (*inputs[:first_owned], *values, *inputs[first_owned:]), nodes, tuple(outputs))
+    return StageCut(stages[at], cut, results, sent, tuple(received))

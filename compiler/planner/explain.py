@@ -1,4 +1,4 @@
-"""Why this plan: runners-up, what removed each degree, what using fewer or all devices would mean."""
+"""Why this plan: the runners-up, what ruled out each degree, and what fewer or all devices would mean."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ RUNNERS = 5
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """``why_not``: (degree, reason) for each degree that the plan does not use. ``notes`` are sentences."""
+    """The best plan, compared with what was not chosen."""
 
     best: Candidate
     runners: tuple[Candidate, ...]
-    why_not: tuple[tuple[int, str], ...]
+    why_not: tuple[tuple[int, str], ...]  # (degree, reason) for every degree that the plan does not use
     by_hand: Candidate | None  # the best plan of equal stages and one degree
-    rungs: tuple[PricedChoice, ...]
-    notes: tuple[str, ...]
+    rungs: tuple[PricedChoice, ...]  # of the ladder
+    notes: tuple[str, ...]  # sentences
 
 
-def explain(problem: Problem, found: list[Candidate], measured_with: str = "") -> Explanation:
-    """``found``: what the search returned, best first. ``measured_with``: the LLM of the acceptance profile."""
-    best = found[0]
+def explain(problem: Problem, candidates: list[Candidate], measured_with: str = "") -> Explanation:
+    """``candidates``: the result of the search. ``measured_with``: the LLM of the acceptance profile."""
+    best = candidates[0]
     single = {degree: _only(problem, degree) for degree in problem.legal_degrees}
     by_hand = uniform_plans(problem)
-    pool = [*found, *(each for plans in single.values() for each in plans), *by_hand]
+    others = [*candidates, *itertools.chain.from_iterable(single.values()), *by_hand]
     runners: dict[object, Candidate] = {}
-    for each in sorted(pool, key=lambda c: c.value_us):
-        if each.structure() != best.structure():
-            runners.setdefault(each.structure(), each)
+    for plan in sorted(others, key=lambda plan: plan.value_us):
+        if plan.structure() != best.structure():
+            runners.setdefault(plan.structure(), plan)
     used = {cut.degree for cut in best.cuts}
     why_not = tuple(
         (degree, _why_not(problem, best, degree, single.get(degree)))
@@ -57,7 +57,7 @@ def explain(problem: Problem, found: list[Candidate], measured_with: str = "") -
 
 
 def _only(problem: Problem, degree: int) -> list[Candidate]:
-    """The search with one degree for all stages; empty if none fits or, under goodput, none meets the limit."""
+    """The best plans with one degree for all stages; empty if none fits or, under goodput, none meets the limit."""
     try:
         return search(problem, degrees=(degree,))
     except PlanError:
@@ -68,17 +68,17 @@ def _why_not(problem: Problem, best: Candidate, degree: int, plans: list[Candida
     if degree in problem.llm.refused:
         return problem.llm.refused[degree]
     if degree > max(kind.devices for kind in problem.machine.kinds):
-        return "no node has so many devices, and a stage stays inside a node"
+        return "no node has that many devices, and a stage stays inside one node"
     if plans:
         ratio = plans[0].value_us / best.value_us
         return f"best plan with only this degree: {ratio:.2f} times the time ({describe(problem, plans[0])})"
     fastest = _fastest(problem, degree) if problem.objective == "goodput" else None
     if fastest:
-        found, limit = f"{fastest.per_token_us / 1e3:.2f} ms a token at best", f"{problem.limit_us / 1e3:g}"
-        return f"misses the limit: {found}, of {limit} ({describe(problem, fastest)}, {fastest.batch} at once)"
+        time, limit = f"{fastest.per_token_us / 1e3:.2f} ms a token at best", f"{problem.limit_us / 1e3:g}"
+        return f"misses the limit: {time}, of {limit} ({describe(problem, fastest)}, {fastest.batch} at once)"
     count = sum(kind.devices // degree * kind.count for kind in problem.machine.kinds)
     blocks = ceil_div(problem.llm.blocks, max(1, min(count, problem.llm.blocks)))
-    kind = max(problem.machine.kinds, key=lambda each: each.device.memory_bytes.effective)
+    kind = max(problem.machine.kinds, key=lambda kind: kind.device.memory_bytes.effective)
     parts = rank_bytes(problem.llm, degree, blocks, problem.workload, kind.device, first=True, last=count == 1)
     return (
         f"does not fit: {count} stages at most, so {blocks} blocks or more in one, {parts.total / 1e9:.1f} GB a rank "
@@ -87,13 +87,13 @@ def _why_not(problem: Problem, best: Candidate, degree: int, plans: list[Candida
 
 
 def _fastest(problem: Problem, degree: int) -> Candidate | None:
-    """The plan with only this degree that answers soonest, whatever the limit; None if none fits."""
+    """The plan of least latency with only this degree, whatever the limit; None if none fits."""
     front = pareto_front(replace(problem, objective="throughput", limit_us=math.inf, degrees=(degree,)))
     return front[0] if front else None
 
 
 def describe(problem: Problem, plan: Candidate) -> str:
-    """A plan in a few words: degree and blocks of the stages, and the SSM."""
+    """A plan in a few words: degree and blocks of its stages, and the SSM place."""
     several = len(problem.machine.kinds) > 1
     parts = []
     for (kind, degree), group in itertools.groupby(plan.cuts, key=lambda cut: (cut.kind, cut.degree)):
@@ -121,17 +121,21 @@ def place_words(plan: Candidate) -> str:
 def _notes(problem: Problem, best: Candidate, by_hand: list[Candidate], measured_with: str) -> list[str]:
     notes = []
     if measured_with and not problem.llm.name.lower().startswith(measured_with.lower()):
-        notes.append(f"tokens a round were measured with {measured_with}, not with {problem.llm.name}: they may differ")
+        notes.append(
+            f"tokens per round were measured with {measured_with}, not with {problem.llm.name}: they may differ"
+        )
     idle = problem.machine.devices - sum(cut.degree for cut in best.cuts)
     idle -= len(problem.ssms) if best.place.separate else 0
     if idle > 0:
-        text = f"fewer devices are faster: {idle} of {problem.machine.devices} hold no stage"
+        text = f"fewer devices are faster: {idle} of {problem.machine.devices} have no stage"
         full = [c for c in by_hand if sum(cut.degree for cut in c.cuts) == problem.machine.devices]
         if full:
             text += f"; equal stages on all of them take {full[0].value_us / best.value_us:.2f} times the time"
         notes.append(text)
     if not best.place.drafts and problem.drafting:
-        notes.append("speculation does not pay here: no SSM place with any measured tree is faster than off")
+        notes.append(
+            "speculation does not pay here: off is at least as fast as every measured draft plan at every SSM place"
+        )
     if problem.llm.note:
         notes.append(f"{problem.llm.name}: {problem.llm.note}")
     notes += [f"{ssm.name}: {ssm.note}" for ssm in problem.ssms if ssm.note]

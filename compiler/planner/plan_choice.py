@@ -1,4 +1,4 @@
-"""From what the search found to a plan: ranks and their devices, the ladder over batch sizes, predicted figures."""
+"""Turns a result of the search into a plan: ranks and devices, the ladder over batch sizes, predicted figures."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def ladder(
     draft: DraftPlan | None = None,
     micro_batches: int | None = None,
 ) -> list[PricedChoice]:
-    """For each batch size the draft plan (possibly "off") and micro-batch count with the least time per token.
+    """For every batch size, the draft plan (possibly "off") and micro-batch count with the least time per token.
 
-    ``draft`` and ``micro_batches`` fix the one or the other.
+    ``draft`` and ``micro_batches`` fix either of them.
     """
     entries = [entry for entry in problem.offered_at(place) if draft in (None, entry.draft)]
     rungs = []
@@ -45,20 +45,20 @@ def _priced(problem: Problem, place: SsmPlace, choice: Choice, cuts: Sequence[Cu
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Devices of each stage, and of each SSM (several: data parallel)."""
+    """Which devices run what."""
 
-    stages: tuple[tuple[int, ...], ...]
-    ssms: tuple[tuple[int, ...], ...]
+    stages: tuple[tuple[int, ...], ...]  # devices of every stage
+    ssms: tuple[tuple[int, ...], ...]  # devices of every SSM; several: data parallel
 
 
 def place_devices(problem: Problem, place: SsmPlace, cuts: Sequence[Cut]) -> Layout:
-    """Give every stage devices of the machine, node by node; separate devices of SSMs are the last of their kind."""
+    """Assign devices to stages, node by node; separate devices of SSMs are the last of their kind."""
     free = _free_nodes(problem, place)
     stages: list[tuple[int, ...]] = []
     node: list[int] = []
     for run in _runs(cuts):
         need = sum(cut.degree for cut in run)
-        node = min((each for each in free[run[0].kind] if len(each) >= need), key=len)
+        node = min((devices for devices in free[run[0].kind] if len(devices) >= need), key=len)
         free[run[0].kind].remove(node)
         for cut in run:
             stages.append(tuple(node[: cut.degree]))
@@ -67,7 +67,7 @@ def place_devices(problem: Problem, place: SsmPlace, cuts: Sequence[Cut]) -> Lay
 
 
 def _runs(cuts: Sequence[Cut]) -> list[list[Cut]]:
-    """Stages that share a node, together."""
+    """The stages, grouped by node."""
     runs: list[list[Cut]] = []
     for i, cut in enumerate(cuts):
         if i == 0 or cut.new_node:
@@ -77,7 +77,7 @@ def _runs(cuts: Sequence[Cut]) -> list[list[Cut]]:
 
 
 def _free_nodes(problem: Problem, place: SsmPlace) -> dict[int, list[list[int]]]:
-    """Devices of every node that stages may use, by kind."""
+    """By kind, the devices of every node that stages may use."""
     free: dict[int, list[list[int]]] = {}
     first = 0
     for number, kind in enumerate(problem.machine.kinds):
@@ -89,7 +89,7 @@ def _free_nodes(problem: Problem, place: SsmPlace) -> dict[int, list[list[int]]]
 
 
 def ssm_devices(problem: Problem, place: SsmPlace, stages: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Devices of each SSM when stages have theirs."""
+    """Devices of every SSM, after those of stages are assigned."""
     ssms, end = len(problem.ssms), 0
     separate: list[int] = []
     for number, kind in enumerate(problem.machine.kinds):
@@ -100,26 +100,26 @@ def ssm_devices(problem: Problem, place: SsmPlace, stages: Sequence[tuple[int, .
 
 def make_plan(
     problem: Problem,
-    found: Candidate,
+    candidate: Candidate,
     certificate: Certificate | None = None,
     origin: str = "search",
     layout: Layout | None = None,
     rungs: Sequence[PricedChoice] = (),
 ) -> Plan:
-    """The plan of a candidate, on devices and with a ladder of our own if none are given.
+    """The plan of a candidate. ``layout`` and ``rungs`` are computed unless they are passed.
 
-    Ranks are numbered by stage, then come those that only draft.
+    Ranks are numbered by stage; ranks that only draft come last.
     """
-    layout = layout or place_devices(problem, found.place, found.cuts)
+    layout = layout or place_devices(problem, candidate.place, candidate.cuts)
     devices = [device for stage in layout.stages for device in stage]
     devices += [device for ssm in layout.ssms for device in ssm if device not in devices]
     devices = list(dict.fromkeys(devices))
     rank = {device: i for i, device in enumerate(devices)}
     stages, first = [], 0
-    for cut, stage_devices in zip(found.cuts, layout.stages, strict=True):
+    for cut, stage_devices in zip(candidate.cuts, layout.stages, strict=True):
         stages.append(Stage(first, first + cut.blocks, tuple(rank[device] for device in stage_devices)))
         first += cut.blocks
-    rungs = rungs or ladder(problem, found.place, found.cuts)
+    rungs = rungs or ladder(problem, candidate.place, candidate.cuts)
     return Plan(
         stages=tuple(stages),
         ssm_ranks=tuple(tuple(rank[device] for device in ssm) for ssm in layout.ssms),
@@ -127,20 +127,20 @@ def make_plan(
         origin=origin,
         devices=tuple(devices),
         micro_batches=tuple(rung.micro_batches for rung in rungs),
-        ssm_place=found.place.name,
+        ssm_place=candidate.place.name,
         machine=problem.machine.name,
-        predicted=predicted_figures(found),
+        predicted=predicted_figures(candidate),
         certificate=tuple(sorted(certificate.to_json().items())) if certificate else (),
     )
 
 
-def predicted_figures(found: Candidate) -> tuple[tuple[str, float], ...]:
-    """What a plan file says of its price."""
+def predicted_figures(candidate: Candidate) -> tuple[tuple[str, float], ...]:
+    """The figures of a plan file."""
     figures = {
-        "period_us": found.period_us,
-        "committed_tokens": found.entry.committed_tokens,
-        "per_token_us": found.per_token_us,
-        "tokens_per_s": found.tokens_per_s,
+        "period_us": candidate.period_us,
+        "committed_tokens": candidate.entry.committed_tokens,
+        "per_token_us": candidate.per_token_us,
+        "tokens_per_s": candidate.tokens_per_s,
     }
     return tuple(sorted(figures.items()))
 
@@ -153,7 +153,7 @@ def best_choice(
     batch: int | None = None,
     micro_batches: int | None = None,
 ) -> Candidate | None:
-    """The best way to run given stages, as far as it is not given too; None if none meets the limit."""
+    """The best choice for ``cuts``; None if none meets the limit. Other arguments narrow what is tried."""
     free_bytes = least_free_bytes(problem, place, cuts)
     best: Candidate | None = None
     batches = (batch,) if batch else problem.tried_batches
@@ -168,13 +168,13 @@ def best_choice(
 
 
 def even_cuts(blocks: int, stages: int) -> list[int]:
-    """Blocks of each stage when they are shared out evenly, the first ones taking what is left over."""
+    """Blocks of every stage when they are divided evenly; the first stages take the remainder."""
     return [blocks // stages + (i < blocks % stages) for i in range(stages)]
 
 
 def uniform_plans(problem: Problem) -> list[Candidate]:
-    """What people write by hand (Megatron style): one degree, equal stages, nodes in order, any SSM place."""
-    found: list[Candidate] = []
+    """Plans as people write them by hand (Megatron style): one degree, equal stages, nodes in order."""
+    plans: list[Candidate] = []
     for place in problem.places():
         for degree in problem.legal_degrees:
             slots = _slots(problem.pools(place), degree)
@@ -186,13 +186,13 @@ def uniform_plans(problem: Problem) -> list[Candidate]:
                     )
                 )
                 if least_free_bytes(problem, place, cuts) >= 0:
-                    each = best_choice(problem, place, cuts)
-                    found += [each] if each else []
-    return sorted(found, key=lambda each: each.value_us)
+                    plan = best_choice(problem, place, cuts)
+                    plans += [plan] if plan else []
+    return sorted(plans, key=lambda plan: plan.value_us)
 
 
 def _slots(pools: Sequence[Pool], degree: int) -> list[tuple[int, bool]]:
-    """(kind, on a new node) of every place for a stage of this degree, in the order of the machine."""
+    """(kind, on a new node) of every slot for a stage of this degree, in machine order."""
     return [
         (pool.kind, i == 0)
         for pool in pools
@@ -202,7 +202,7 @@ def _slots(pools: Sequence[Pool], degree: int) -> list[tuple[int, bool]]:
 
 
 def plan_bytes(problem: Problem, place: SsmPlace, cuts: Sequence[Cut]) -> list[RankBytes]:
-    """Memory of the largest rank of each stage."""
+    """Memory of the largest rank of every stage."""
     final = len(cuts) - 1
     return [
         problem.stage_bytes(cut.kind, cut.degree, cut.blocks, place, first=i == 0, last=i == final)
@@ -211,17 +211,17 @@ def plan_bytes(problem: Problem, place: SsmPlace, cuts: Sequence[Cut]) -> list[R
 
 
 def least_free_bytes(problem: Problem, place: SsmPlace, cuts: Sequence[Cut]) -> float:
-    """Bytes free on the fullest device; below 0 the plan does not fit."""
-    return min([problem.drafting_free_bytes(place), *(held.free for held in plan_bytes(problem, place, cuts))])
+    """Free bytes on the fullest device; negative if the plan does not fit."""
+    return min([problem.drafting_free_bytes(place), *(memory.free for memory in plan_bytes(problem, place, cuts))])
 
 
 def drafting_bytes(problem: Problem, place: SsmPlace, layout: Layout) -> dict[int, RankBytes]:
-    """What SSMs take on each device that drafts, whether a stage is there too or not."""
+    """Memory that SSMs take on every device that drafts, with or without a stage there."""
     drafting: dict[int, RankBytes] = {}
-    for bytes_here, devices in zip(problem.ssm_bytes_at(place), layout.ssms, strict=False):
+    for ssm_bytes, devices in zip(problem.ssm_bytes_at(place), layout.ssms, strict=False):
         for device in devices:
             kind = problem.kind(problem.machine.node_kind(problem.machine.device_node(device))).device
             before = drafting[device].ssm if device in drafting else 0
             reserve, limit = int(kind.reserve_bytes.effective), int(kind.memory_bytes.effective)
-            drafting[device] = RankBytes(0, 0, 0, 0, 0, before + bytes_here, reserve, limit)
+            drafting[device] = RankBytes(0, 0, 0, 0, 0, before + ssm_bytes, reserve, limit)
     return drafting

@@ -1,7 +1,7 @@
-"""Plan files: JSON as ``flexspec plan -o`` writes it, or TOML by hand; for ``compile --plan`` and ``plan --score``.
+"""Plan files: JSON by ``flexspec plan -o``, or hand-written TOML; for ``compile --plan`` and ``plan --score``.
 
-Owns reading them, turning one form into the other, and the check that a plan can be run as it stands. Prices play no
-part here (score_plan.py).
+Owns reading them, converting one form to the other, and the check that a plan suits a model. Prices are not used here
+(score_plan.py).
 """
 
 from __future__ import annotations
@@ -36,15 +36,12 @@ FIX = "correct the plan file"
 
 @dataclass(frozen=True, slots=True)
 class HandPlan:
-    """What a person writes: stages as (blocks, devices). What is left out (None) is for the reader to choose.
+    """A hand-written plan. Whoever reads it chooses what it omits (None)."""
 
-    ``ssm_devices``: a device for each SSM, where they have devices of their own.
-    """
-
-    source: str
-    stages: tuple[tuple[int, tuple[int, ...]], ...]
+    source: str  # the file
+    stages: tuple[tuple[int, tuple[int, ...]], ...]  # (blocks, devices)
     place: SsmPlace | None = None
-    ssm_devices: tuple[int, ...] = ()
+    ssm_devices: tuple[int, ...] = ()  # a device for every SSM, if they are on separate devices
     draft: DraftPlan | None = None
     batch: int | None = None
     micro_batches: int | None = None
@@ -55,20 +52,20 @@ class HandPlan:
 
 
 def wrong(found: str, expected: str) -> PlanError:
-    """The error of a plan file that people can correct."""
+    """The error of an invalid plan file."""
     return PlanError(found, expected, FIX)
 
 
 def read_plan(path: Path, ssms: int, draft: DraftPlan) -> Plan:
-    """The plan of a file; ``draft`` stands in its ladder if a TOML file names none. Raises PlanError."""
-    found = _read(path)
-    return found if isinstance(found, Plan) else _plan_of(found, ssms, draft)
+    """The plan of a file; ``draft`` is the draft plan of a TOML file that names none. Raises PlanError."""
+    plan = _read(path)
+    return plan if isinstance(plan, Plan) else _plan_of(plan, ssms, draft)
 
 
 def read_hand_plan(path: Path, requests: int) -> HandPlan:
-    """The plan of a file as for ``requests`` requests at once. Raises PlanError."""
-    found = _read(path)
-    return found if isinstance(found, HandPlan) else _hand_plan_of(str(path), found, requests)
+    """The plan of a file for ``requests`` concurrent requests. Raises PlanError."""
+    plan = _read(path)
+    return plan if isinstance(plan, HandPlan) else _hand_plan_of(str(path), plan, requests)
 
 
 def _read(path: Path) -> Plan | HandPlan:
@@ -85,22 +82,24 @@ def _read_hand(table: Table, source: str) -> HandPlan:
         blocks, devices = part.count("blocks", MAX_BLOCKS), part.counts("devices", MAX_RANKS)
         part.done()
         if not devices:
-            raise part.error("devices", "[]", "a device or more")
+            raise part.error("devices", "[]", "at least one device")
         _take(part, "devices", devices, taken)
         stages.append((blocks, devices))
-    own = table.counts("ssm_devices", MAX_RANKS) if table.has("ssm_devices") else ()
-    _take(table, "ssm_devices", own, taken)
+    ssm_devices = table.counts("ssm_devices", MAX_RANKS) if table.has("ssm_devices") else ()
+    _take(table, "ssm_devices", ssm_devices, taken)
     name = table.text("ssm") if table.has("ssm") else ""
     if name and name not in PLACES:
         raise table.error("ssm", f"{name!r}", f"one of {', '.join(PLACES)}")
     place = place_named(name) if name else None
-    if (place is not None and place.separate) != bool(own):
-        raise table.error("ssm_devices", f"{list(own)} with ssm = {name!r}", 'a device for each SSM with ssm = "own"')
+    if (place is not None and place.separate) != bool(ssm_devices):
+        raise table.error(
+            "ssm_devices", f"{list(ssm_devices)} with ssm = {name!r}", 'a device for each SSM with ssm = "own"'
+        )
     plan = HandPlan(
         source,
         tuple(stages),
         place,
-        own,
+        ssm_devices,
         _draft(table) if table.has("draft") else None,
         table.count("batch", OPEN_BATCH) if table.has("batch") else None,
         table.count("micro_batches", MOST_MICRO_BATCHES) if table.has("micro_batches") else None,
@@ -118,7 +117,7 @@ def _draft(table: Table) -> DraftPlan:
 
 
 def _take(part: Table, key: str, devices: tuple[int, ...], taken: set[int]) -> None:
-    """Note the devices of a stage or an SSM; none may be taken twice."""
+    """Add the devices of a stage or an SSM to ``taken``, which must not contain them yet."""
     for device in devices:
         if device in taken:
             raise part.error(key, f"a device twice, {device}, in {list(devices)}", "each device in one place")
@@ -126,7 +125,7 @@ def _take(part: Table, key: str, devices: tuple[int, ...], taken: set[int]) -> N
 
 
 def _plan_of(hand: HandPlan, ssms: int, draft: DraftPlan) -> Plan:
-    """Devices become ranks in the order in which the stages name them, then those of SSMs."""
+    """Ranks are numbered in the order in which the stages list their devices; those of SSMs come last."""
     stages: list[Stage] = []
     devices: list[int] = []
     for blocks, stage_devices in hand.stages:
@@ -150,7 +149,7 @@ def _plan_of(hand: HandPlan, ssms: int, draft: DraftPlan) -> Plan:
 
 
 def _hand_plan_of(source: str, plan: Plan, requests: int) -> HandPlan:
-    """Ranks become devices; the draft plan and the micro-batches are those of the ladder for this batch."""
+    """Ranks become devices; draft plan and micro-batches are those of the ladder for this batch."""
 
     def devices(ranks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(plan.devices[rank] if plan.devices else rank for rank in ranks)
@@ -168,7 +167,7 @@ def _hand_plan_of(source: str, plan: Plan, requests: int) -> HandPlan:
 
 
 def _place_of(plan: Plan) -> SsmPlace:
-    """Where the SSMs of a plan live, by their ranks if it does not say."""
+    """The SSM place of a plan, derived from the ranks if the plan does not name it."""
     if plan.ssm_place:
         return place_named(plan.ssm_place)
     return place_of_ranks([stage.ranks for stage in plan.stages], plan.ssm_ranks)

@@ -1,8 +1,8 @@
 """An independent check of the search: enumeration of small spaces, branch and bound with a gap for large ones.
 
-Shares the prices of a round with the search (they are the formula that is optimised), and none of its algorithm: this
-file must not import ``search``. Plans are built stage by stage here, all draft plans, batches and micro-batches of a
-plan being evaluated at once as vectors. Enumeration also tells how much memory plans of the least value leave free.
+Shares the prices of a round with the search, since they are the objective, and nothing of its algorithm: this file must
+not import ``search``. It builds plans stage by stage and evaluates all draft plans, batches and micro-batch counts of a
+plan at once, as vectors. Enumeration also finds how much memory the plans of least value leave free.
 """
 
 from __future__ import annotations
@@ -29,19 +29,15 @@ FORMULA = "max(latency, micro-batches * bottleneck) of a round / committed token
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What is known about a plan's value: no plan of the space is below ``bound_us``.
-
-    ``free_bytes``: the most that plans of the best value leave free on their fullest device; None where not all were
-    looked at.
-    """
+    """What is proven about the least value of all plans."""
 
     method: str  # "enumeration" or "branch and bound"
     plans: int  # stage structures over all SSM places
     choices: int  # (SSM place, draft plan, batch, micro-batches) of a structure, at most
-    best_us: float
-    bound_us: float
-    examined: int
-    free_bytes: int | None = None
+    best_us: float  # the least value seen
+    bound_us: float  # lower bound of every plan's value
+    examined: int  # plans, or partial plans
+    free_bytes: int | None = None  # most that plans of the best value leave on their fullest device; None: unknown
 
     @property
     def gap(self) -> float:
@@ -52,7 +48,7 @@ class Certificate:
         return self.gap <= 1e-9
 
     def refutes(self, value_us: float, free_bytes: float) -> bool:
-        """There is a plan of lower value, or one as good that leaves more memory free."""
+        """Whether a plan has a lower value, or an equal one with more memory free."""
         return value_us > self.best_us * TIE or (self.free_bytes is not None and self.free_bytes > free_bytes)
 
     def to_json(self) -> dict[str, object]:
@@ -62,23 +58,23 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """A plan begun: blocks placed, nodes used by pool, where the last stage ended, and its times so far."""
+    """The first stages of a plan."""
 
-    blocks: int
-    nodes: tuple[int, ...]
-    pool: int
-    used: int
-    degree: int
-    latency: Vector
+    blocks: int  # placed so far
+    nodes: tuple[int, ...]  # used, by pool
+    pool: int  # of the last stage
+    used: int  # devices of its node, up to its end
+    degree: int  # of the last stage
+    latency: Vector  # so far
     bottleneck: Vector
     free_bytes: float  # on the fullest device so far
 
 
 @dataclass(frozen=True, slots=True)
-class _Grown:
-    """A plan with one stage more, for each number of blocks that this stage may have (the first axis)."""
+class _Extended:
+    """A partial plan with one more stage, for every number of blocks that the stage may have (the first axis)."""
 
-    begun: _Partial  # blocks, times and free bytes not set
+    partial: _Partial  # blocks, times and free bytes not set
     blocks: NDArray[np.int64]  # placed in all
     latency: Vector
     bottleneck: Vector
@@ -86,13 +82,13 @@ class _Grown:
 
     def plan(self, i: int) -> _Partial:
         return replace(
-            self.begun, blocks=int(self.blocks[i]), latency=self.latency[i], bottleneck=self.bottleneck[i],
+            self.partial, blocks=int(self.blocks[i]), latency=self.latency[i], bottleneck=self.bottleneck[i],
             free_bytes=float(self.free_bytes[i]),
         )  # fmt: skip
 
 
 class _Space:
-    """All plans of one SSM place, with times as vectors over (draft plan, requests of the micro-batch)."""
+    """All plans of one SSM place; times are vectors over (draft plan, requests of a micro-batch)."""
 
     def __init__(self, problem: Problem, place: SsmPlace) -> None:
         self.problem, self.place = problem, place
@@ -113,7 +109,7 @@ class _Space:
         self.hops: dict[tuple[int, int, int, bool], Vector] = {}
 
     def stage(self, kind: int, degree: int, first: bool, last: bool) -> tuple[Vector, Vector, int]:
-        """(time of a block, of the ends, most blocks)."""
+        """(time of a block, time of the ends, most blocks)."""
         key = (kind, degree, first, last)
         if key not in self.table:
             block = np.array([price.unit_us(kind, degree, "block") for price in self.prices])
@@ -123,7 +119,7 @@ class _Space:
         return self.table[key]
 
     def free(self, kind: int, degree: int, blocks: NDArray[np.int64], first: bool, last: bool) -> Vector:
-        """Bytes that a stage leaves free on its devices, by number of blocks."""
+        """Bytes that a stage leaves free on its devices, for every number of blocks."""
         key = (kind, degree, first, last)
         if key not in self.room:
             self.room[key] = self.problem.free_bytes(kind, degree, self.place, first=first, last=last)
@@ -139,13 +135,13 @@ class _Space:
     def slots(self, nodes: tuple[int, ...], pool: int, used: int) -> Iterator[tuple[int, int, int, bool]]:
         """(pool, devices used before, degree, on a new node) of every possible next stage."""
         starts = [(pool, used, False)] if pool >= 0 else []
-        starts += [(k, 0, True) for k, each in enumerate(self.pools) if nodes[k] < each.count]
+        starts += [(k, 0, True) for k, free_pool in enumerate(self.pools) if nodes[k] < free_pool.count]
         for (k, taken, new), degree in itertools.product(starts, self.problem.legal_degrees):
             if taken + degree <= self.pools[k].devices:
                 yield k, taken, degree, new
 
     def values(self, latency: Vector, bottleneck: Vector) -> Vector:
-        """The objective of every choice; the last axis is the choices."""
+        """The objective of every choice, along the last axis."""
         period = np.maximum(latency[..., self.index], self.counts * bottleneck[..., self.index])
         per_request: Vector = period / self.tokens
         if self.problem.objective == "latency":
@@ -155,7 +151,7 @@ class _Space:
         return per_request / self.batch
 
     def count(self) -> int:
-        """Number of stage structures that fit."""
+        """The number of stage structures that fit."""
         known: dict[tuple[int, tuple[int, ...], int, int], int] = {}
 
         def count_from(done: int, nodes: tuple[int, ...], pool: int, used: int) -> int:
@@ -178,8 +174,8 @@ class _Space:
         free = self.problem.drafting_free_bytes(self.place)
         return _Partial(0, (0,) * len(self.pools), -1, 0, 0, self.fixed, self.floor, free)
 
-    def grow(self, plan: _Partial, last: bool) -> Iterator[_Grown]:
-        """Every next stage, with all numbers of blocks that it may have."""
+    def extend(self, plan: _Partial, last: bool) -> Iterator[_Extended]:
+        """Every possible next stage, with all its numbers of blocks."""
         for k, taken, degree, new in self.slots(plan.nodes, plan.pool, plan.used):
             kind, left = self.pools[k].kind, self.blocks - plan.blocks
             first = plan.blocks == 0
@@ -194,24 +190,26 @@ class _Space:
             latency = plan.latency + time + hop
             bottleneck = np.maximum(np.maximum(plan.bottleneck, hop), time + self.every_stage)
             free = np.minimum(plan.free_bytes, self.free(kind, degree, blocks, first, last))
-            begun = replace(plan, nodes=nodes, pool=k, used=taken + degree, degree=degree)
-            yield _Grown(begun, plan.blocks + blocks, latency, bottleneck, free)
+            partial = replace(plan, nodes=nodes, pool=k, used=taken + degree, degree=degree)
+            yield _Extended(partial, plan.blocks + blocks, latency, bottleneck, free)
 
     def enumerate(self) -> list[tuple[float, float]]:
-        """(least value, bytes free on the fullest device) of every plan, by depth-first enumeration."""
+        """(least value, free bytes on the fullest device) of every plan, by depth-first enumeration."""
         plans: list[tuple[float, float]] = []
         stack = [self.start()]
         while stack:
             plan = stack.pop()
-            for grown in self.grow(plan, last=True):
-                plans.append((float(self.values(grown.latency, grown.bottleneck).min()), float(grown.free_bytes[0])))
-            for grown in self.grow(plan, last=False):
-                stack.extend(grown.plan(i) for i in range(len(grown.blocks)))
+            for extended in self.extend(plan, last=True):
+                plans.append(
+                    (float(self.values(extended.latency, extended.bottleneck).min()), float(extended.free_bytes[0]))
+                )
+            for extended in self.extend(plan, last=False):
+                stack.extend(extended.plan(i) for i in range(len(extended.blocks)))
         return plans
 
     @cached_property
     def least(self) -> tuple[Vector, Vector, Vector]:
-        """(time of a block, device time of a block, time of a last stage's ends), the least over kinds and degrees."""
+        """The least (time of a block, device time of a block, time of a last stage's ends) over kinds and degrees."""
         kinds = {pool.kind for pool in self.pools}
         fit = [
             (self.stage(kind, degree, False, False)[0], degree)
@@ -226,16 +224,16 @@ class _Space:
             np.min(ends, axis=0),
         )
 
-    def bound(self, grown: _Grown) -> Vector:
-        """No completion has a lower value: the rest at the fastest, and shared evenly by the devices that are left."""
+    def bound(self, extended: _Extended) -> Vector:
+        """A lower bound of every completion: the fastest rest, shared evenly by the remaining devices."""
         block, work, ends = self.least
-        begun, bottleneck = grown.begun, grown.bottleneck
-        left = (self.blocks - grown.blocks)[:, None]
-        devices = self.pools[begun.pool].devices - begun.used if begun.pool >= 0 else 0
-        devices += sum(pool.devices * (pool.count - n) for pool, n in zip(self.pools, begun.nodes, strict=True))
+        partial, bottleneck = extended.partial, extended.bottleneck
+        left = (self.blocks - extended.blocks)[:, None]
+        devices = self.pools[partial.pool].devices - partial.used if partial.pool >= 0 else 0
+        devices += sum(pool.devices * (pool.count - n) for pool, n in zip(self.pools, partial.nodes, strict=True))
         busy = np.maximum(bottleneck, left * work / max(1, devices) + self.every_stage) if devices else np.inf
         busy = np.maximum(bottleneck, busy)
-        rest: Vector = self.values(grown.latency + left * block + ends, busy).min(axis=1)
+        rest: Vector = self.values(extended.latency + left * block + ends, busy).min(axis=1)
         return rest
 
 
@@ -244,7 +242,7 @@ def _add(nodes: tuple[int, ...], k: int) -> tuple[int, ...]:
 
 
 def prove(problem: Problem, incumbent_us: float, *, expansions: int = EXPANSIONS) -> Certificate:
-    """Check ``incumbent_us`` against the whole space: its least value, or a lower bound of it."""
+    """Compare ``incumbent_us`` with the least value of the space or, if that is too large, with a lower bound of it."""
     spaces = [_Space(problem, place) for place in problem.places()]
     plans = sum(space.count() for space in spaces)
     choices = sum(len(space.choices) for space in spaces)
@@ -260,7 +258,7 @@ def prove(problem: Problem, incumbent_us: float, *, expansions: int = EXPANSIONS
 def _branch_and_bound(
     spaces: list[_Space], plans: int, choices: int, incumbent_us: float, expansions: int
 ) -> Certificate:
-    """Best first: what is least promising is never looked at; the head of the queue bounds what is not."""
+    """Best first: the least promising plans are never examined; the head of the queue is their lower bound."""
     best, serial = incumbent_us, itertools.count()
     queue = [(0.0, next(serial), space, space.start()) for space in spaces]
     heapq.heapify(queue)
@@ -268,11 +266,11 @@ def _branch_and_bound(
     while queue and examined < expansions and queue[0][0] < best:
         _, _, space, plan = heapq.heappop(queue)
         examined += 1
-        for grown in space.grow(plan, last=True):
-            best = min(best, float(space.values(grown.latency, grown.bottleneck).min()))
-        for grown in space.grow(plan, last=False):
-            bounds = space.bound(grown)
+        for extended in space.extend(plan, last=True):
+            best = min(best, float(space.values(extended.latency, extended.bottleneck).min()))
+        for extended in space.extend(plan, last=False):
+            bounds = space.bound(extended)
             for i in np.flatnonzero(bounds < best):
-                heapq.heappush(queue, (float(bounds[i]), next(serial), space, grown.plan(int(i))))
+                heapq.heappush(queue, (float(bounds[i]), next(serial), space, extended.plan(int(i))))
     bound = min(best, queue[0][0]) if queue else best
     return Certificate("branch and bound", plans, choices, best, bound, examined)

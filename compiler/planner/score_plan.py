@@ -1,4 +1,4 @@
-"""Prices a plan that was written by hand: its devices become cuts and an SSM place of the problem, or a typed error."""
+"""Prices a hand-written plan: its devices become cuts and an SSM place of the problem, or a typed error."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def score_plan(problem: Problem, plan: HandPlan) -> Candidate:
     """The plan's price. Raises PlanError for invalid stages, CapacityError for a rank that does not fit."""
     place, cuts = _place(problem, plan), stage_cuts(problem, plan)
     if place not in problem.places():
-        room = ", ".join(dict.fromkeys(each.name for each in problem.places()))
+        room = ", ".join(dict.fromkeys(known.name for known in problem.places()))
         raise wrong(f"{plan.source}: ssm = {place.name!r}", f"a place with room for the SSMs: {room}")
-    for i, (cut, held) in enumerate(zip(cuts, plan_bytes(problem, place, cuts), strict=True)):
-        if not held.fits:
+    for i, (cut, memory) in enumerate(zip(cuts, plan_bytes(problem, place, cuts), strict=True)):
+        if not memory.fits:
             device = problem.kind(cut.kind).device.name
-            raise held.refuse(
+            raise memory.refuse(
                 f"{plan.source}: a rank of stage {i} ({cut.blocks} blocks, degree {cut.degree}, {device})"
             )
     offered = problem.offered_at(place)
@@ -45,24 +45,24 @@ def score_plan(problem: Problem, plan: HandPlan) -> Candidate:
         expected = f"at most {problem.requests}, the requests planned for"
         raise PlanError(f"{plan.source}: batch {batch}", expected, "pass --requests")
     if (plan.micro_batches or 1) > batch:
-        raise wrong(f"{plan.source}: {plan.micro_batches} micro-batches of {batch} requests", "at most one a request")
-    found = best_choice(problem, place, cuts, entries, plan.batch, plan.micro_batches)
-    if found is None:
+        raise wrong(f"{plan.source}: {plan.micro_batches} micro-batches of {batch} requests", "at most one per request")
+    candidate = best_choice(problem, place, cuts, entries, plan.batch, plan.micro_batches)
+    if candidate is None:
         expected = f"at most {problem.limit_us:g} us a token"
         raise PlanError(f"{plan.source}: a plan that misses the limit", expected, "loosen --limit-ms")
-    return found
+    return candidate
 
 
-def priced_plan(problem: Problem, path: Path, plan: HandPlan, found: Candidate) -> Plan:
-    """The plan of file ``path`` with its price, to be written: on its own devices, with what it says of drafting.
+def priced_plan(problem: Problem, path: Path, plan: HandPlan, candidate: Candidate) -> Plan:
+    """The plan of file ``path`` with its price, for writing: on the devices and with the drafting that it names.
 
-    A JSON plan keeps its ladder; that of a TOML plan is made, as far as it names no draft plan or micro-batches.
+    A JSON plan keeps its ladder; a TOML plan gets one for what it leaves open.
     """
     if path.suffix == ".json":
-        kept = read_plan(path, len(problem.ssms), found.entry.draft)
-        return replace(kept, machine=problem.machine.name, predicted=predicted_figures(found), certificate=())
-    rungs = ladder(problem, found.place, found.cuts, draft=plan.draft, micro_batches=plan.micro_batches)
-    return make_plan(problem, found, None, "hand", hand_layout(problem, plan, found.place), rungs)
+        original = read_plan(path, len(problem.ssms), candidate.entry.draft)
+        return replace(original, machine=problem.machine.name, predicted=predicted_figures(candidate), certificate=())
+    rungs = ladder(problem, candidate.place, candidate.cuts, draft=plan.draft, micro_batches=plan.micro_batches)
+    return make_plan(problem, candidate, None, "hand", hand_layout(problem, plan, candidate.place), rungs)
 
 
 def hand_layout(problem: Problem, plan: HandPlan, place: SsmPlace) -> Layout:
@@ -74,7 +74,7 @@ def hand_layout(problem: Problem, plan: HandPlan, place: SsmPlace) -> Layout:
 
 
 def stage_cuts(problem: Problem, plan: HandPlan) -> tuple[Cut, ...]:
-    """The stages as the search writes them. A node is entered once: leaving it and coming back is not in the space."""
+    """The stages as the search has them. A node is entered only once: the space has no plans that return to one."""
     machine = problem.machine
 
     def invalid(key: str, found: str, expected: str) -> PlanError:
@@ -89,15 +89,15 @@ def stage_cuts(problem: Problem, plan: HandPlan) -> tuple[Cut, ...]:
     for i, (blocks, devices) in enumerate(plan.stages):
         nodes = {machine.device_node(device) for device in devices}
         if len(nodes) > 1:
-            found = f"{plan.source}: stage {i} on devices {list(devices)} of {len(nodes)} nodes"
-            raise wrong(found, "devices of one node")
+            stage = f"{plan.source}: stage {i} on devices {list(devices)} of {len(nodes)} nodes"
+            raise wrong(stage, "devices of one node")
         node, degree = nodes.pop(), len(devices)
         if degree not in problem.llm.ranks:
             reason = problem.llm.refused.get(degree, f"one of {', '.join(map(str, sorted(problem.llm.ranks)))}")
-            found = f"{plan.source}: stage {i} of degree {degree}"
-            raise PlanError(found, reason, "pass --degrees with it, or choose another")
+            stage = f"{plan.source}: stage {i} of degree {degree}"
+            raise PlanError(stage, reason, "pass --degrees with it, or choose another")
         if node in seen[:-1]:
-            raise wrong(f"{plan.source}: stage {i} comes back to node {node}", "stages of a node one after the other")
+            raise wrong(f"{plan.source}: stage {i} returns to node {node}", "consecutive stages on a node")
         new_node = bool(seen) and node != seen[-1]
         cuts.append(Cut(machine.node_kind(node), degree, blocks, new_node))
         if not seen or new_node:
@@ -112,8 +112,8 @@ def _place(problem: Problem, plan: HandPlan) -> SsmPlace:
     if not place.separate:
         return place
     if len(plan.ssm_devices) != len(problem.ssms):
-        found = f"{plan.source}: ssm_devices {list(plan.ssm_devices)}"
-        raise wrong(found, f"a device for each of {len(problem.ssms)} SSMs")
+        devices = f"{plan.source}: ssm_devices {list(plan.ssm_devices)}"
+        raise wrong(devices, f"a device for each of {len(problem.ssms)} SSMs")
     machine = problem.machine
     inside = [device for device in plan.ssm_devices if device < machine.devices]
     nodes = {machine.device_node(device) for device in inside}

@@ -1,7 +1,7 @@
-"""The dynamic program of the search: cuts of least latency when no part may be busier than a limit.
+"""The dynamic program of the search: the cuts with the least latency when no part may be busier than a limit.
 
-Its state is (nodes used of each kind, devices used on the present node, degree of the last stage) and holds a vector:
-the least latency for every number of blocks. Equal nodes are counted, not told apart.
+A state is (nodes used of each kind, devices used on the current node, degree of the last stage); its value is a vector,
+the least latency for every number of blocks. Equal nodes are counted, not distinguished.
 """
 
 from __future__ import annotations
@@ -32,37 +32,31 @@ class _Node:
 
 
 class StageProgram:
-    """The dynamic program for one limit ``beta``.
-
-    ``costs``: time of a stage by (kind, degree, first, last), a vector over blocks, inf where it does not fit.
-    ``hop_us(kind, source degree, target degree, new node)``. ``fixed_us`` is added to every latency, ``rest_us`` is the
-    least time of a block, and latencies of ``ceiling_us`` and more are not looked for. ``exits[nodes used]`` holds the
-    best latency by degree of the last stage.
-    """
+    """The dynamic program for one limit of the bottleneck."""
 
     def __init__(
         self,
         pools: tuple[Pool, ...],
         degrees: tuple[int, ...],
         blocks: int,
-        costs: Mapping[tuple[int, int, bool, bool], Vector],
-        hop_us: Callable[[int, int, int, bool], float],
-        beta: float,
-        fixed_us: float,
-        rest_us: float = 0.0,
-        ceiling_us: float = INF,
+        costs: Mapping[tuple[int, int, bool, bool], Vector],  # us by (kind, degree, first, last); inf: does not fit
+        hop_us: Callable[[int, int, int, bool], float],  # of (kind, source degree, target degree, new node)
+        beta: float,  # the limit, in microseconds
+        fixed_us: float,  # part of every latency
+        rest_us: float = 0.0,  # least time of a block
+        ceiling_us: float = INF,  # only latencies below it count
     ) -> None:
         self.pools, self.degrees, self.n, self.costs = pools, degrees, blocks, costs
         self.hop_us, self.beta, self.fixed_us = hop_us, beta, fixed_us
-        # What a prefix of b blocks may take at most if the rest, at its fastest, is to stay below the ceiling.
+        # The most that a prefix of b blocks may take if the rest, at its fastest, shall stay below the ceiling.
         room = (ceiling_us - fixed_us) * (1 + 1e-12) - (blocks - np.arange(blocks + 1)) * rest_us
         self.room = np.minimum(room, sys.float_info.max)  # inf is never within it
-        # earlier[i, j] is what stands at i - j - 1 blocks, inf below 0: a view, so that a vector is written once.
+        # earlier[i, j] is the latency at i - j - 1 blocks, inf below 0: a view of one vector, which is written once.
         padded = np.full(2 * blocks + 1, INF)
         self.present, step = padded[blocks:], padded.strides[0]
         self.earlier = np.lib.stride_tricks.as_strided(padded[blocks - 1 :], (blocks + 1, blocks), (step, -step))
         self.nodes: dict[tuple[tuple[int, ...], int], _Node] = {}
-        self.exits: dict[tuple[int, ...], dict[int, Vector]] = {}
+        self.exits: dict[tuple[int, ...], dict[int, Vector]] = {}  # by nodes used: best latency by last degree
         self.best = INF
         self.end: tuple[_Node, int, int, int] | None = None  # node, devices used before, degree, blocks of the last
 
@@ -111,7 +105,7 @@ class StageProgram:
         return node
 
     def _extend(self, node: _Node, used: int, degree: int) -> Vector | None:
-        """All ways to add a stage of ``degree`` when ``used`` devices of the node are taken."""
+        """The least latency after one more stage of ``degree``, with ``used`` devices of the node taken before it."""
         entry = self._entry(node, used, degree)
         if entry is None or not bool((entry <= self.room).any()):
             return None
@@ -124,7 +118,7 @@ class StageProgram:
         return added
 
     def _sources(self, node: _Node, used: int) -> dict[int, Vector]:
-        """Vectors before a new stage, by degree of the stage before it."""
+        """Latencies before a new stage, by the degree of its predecessor."""
         if used == 0:
             return self.exits.get(node.before, {})
         return {degree: vector for (taken, degree), vector in node.used.items() if taken == used}
@@ -134,11 +128,11 @@ class StageProgram:
         return time if time <= self.beta else INF
 
     def _entry(self, node: _Node, used: int, degree: int) -> Vector | None:
-        """The best latency before the stage, with the hop to it."""
+        """The best latency before the stage, including the hop to it."""
         best: Vector | None = None
         for source, vector in self._sources(node, used).items():
-            here = vector + self._hop_us(node, used, source, degree)
-            best = here if best is None else np.minimum(best, here)
+            entered = vector + self._hop_us(node, used, source, degree)
+            best = entered if best is None else np.minimum(best, entered)
         return best
 
     def _finish(self, node: _Node, used: int, degree: int, latency: float, blocks: int) -> None:
@@ -174,7 +168,7 @@ class StageProgram:
         return min(sources, key=lambda s: float(sources[s][left]) + self._hop_us(node, used, s, degree))
 
     def _node_that_left(self, nodes: tuple[int, ...], degree: int, left: int) -> _Node:
-        """The node that was filled last when ``nodes`` were used, for the best exit with this degree."""
+        """The last of the nodes ``nodes`` to be filled, on the best exit with this degree."""
         best = self.exits[nodes][degree][left]
         for k, count in enumerate(nodes):
             node = self.nodes.get(((*nodes[:k], count - 1, *nodes[k + 1 :]), k)) if count else None
@@ -183,7 +177,7 @@ class StageProgram:
         raise AssertionError("an exit that no node left")
 
     def _blocks_of(self, node: _Node, used: int, degree: int, left: int) -> int:
-        """Blocks of the middle stage (or the first) that ends with ``left`` blocks done."""
+        """Blocks of the stage, not the last, after which ``left`` blocks are placed."""
         kind = self.pools[node.pool].kind
         if used == 0 and not any(node.before):
             return left
@@ -193,5 +187,5 @@ class StageProgram:
 
 
 def _after(node: _Node) -> tuple[int, ...]:
-    """Nodes used once ``node`` is."""
+    """Nodes used after ``node``."""
     return tuple(count + (k == node.pool) for k, count in enumerate(node.before))

@@ -1,7 +1,7 @@
-"""Acceptance profiles: how many tokens a round commits with each draft plan, measured, from JSON files.
+"""Acceptance profiles: measured numbers of tokens that a round commits with each draft plan, from JSON files.
 
-A profile is data from a run, or transcribed from a publication that is named in it; no number of it is in the code.
-``flexspec bench --acceptance`` writes one. Files that ship lie in compiler/prices/acceptance/.
+A profile comes from a run, or is transcribed from a publication that it names; the code contains none of its numbers.
+``flexspec bench --acceptance`` writes one. Shipped files are in compiler/prices/acceptance/.
 """
 
 from __future__ import annotations
@@ -23,29 +23,25 @@ MAX_NODES = 512
 
 @dataclass(frozen=True, slots=True)
 class DraftEntry:
-    """One draft plan: mean nodes at each depth below the root, and mean tokens that a round commits.
-
-    ``ssm_rows``: rows that a request gives to each SSM step; the first feeds what the last round committed.
-    ``most_nodes``: of a round's tree, for memory (0: every level's mean, rounded up).
-    """
+    """What one draft plan drafts and commits."""
 
     draft: DraftPlan
-    levels: tuple[float, ...]
-    committed_tokens: float
-    ssm_rows: tuple[float, ...]
-    most_nodes: int = 0
+    levels: tuple[float, ...]  # mean nodes at each depth below the root
+    committed_tokens: float  # mean of a round
+    ssm_rows: tuple[float, ...]  # of a request in each SSM step; the first feeds what the last round committed
+    most_nodes: int = 0  # of a round's tree, for memory; 0: every level's mean, rounded up
 
     @property
     def nodes(self) -> float:
         return sum(self.levels)
 
     def rows(self, requests: int) -> int:
-        """Rows of the verify step: every node and the root of each request."""
+        """Rows of the verify step: all nodes and every request's root."""
         return math.ceil(requests * (1 + self.nodes) - 1e-9)
 
     @property
     def most_rows(self) -> int:
-        """Rows of a request's largest tree, the root among them."""
+        """Rows of a request's largest tree, including the root."""
         return 1 + max(self.most_nodes, sum(math.ceil(level - 1e-9) for level in self.levels))
 
 
@@ -54,7 +50,7 @@ OFF = DraftEntry(DraftPlan("off"), (), 1.0, ())
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceProfile:
-    """Where the numbers come from, and an entry a draft plan."""
+    """An entry for each draft plan, and where the numbers come from."""
 
     name: str
     llm: str
@@ -74,30 +70,30 @@ def shipped_profiles() -> list[str]:
 
 
 def open_acceptance(name_or_path: str) -> AcceptanceProfile:
-    """A profile by the name of one that ships, or by its path. Raises ProfileError."""
+    """A profile by its path, or by the name of a shipped one. Raises ProfileError."""
     path = find_file(name_or_path, PROFILES, ".json")
     if path is None:
         expected = f"a .json file or one of {', '.join(shipped_profiles())}"
-        found, fix = unknown_words(name_or_path)
-        raise ProfileError(f"acceptance profile {found}", expected, fix)
+        unknown, fix = unknown_words(name_or_path)
+        raise ProfileError(f"acceptance profile {unknown}", expected, fix)
     return read_acceptance(read_table(path, "an acceptance profile as JSON", wrong), path.stem)
 
 
 def find_acceptance(ssms: Sequence[str]) -> AcceptanceProfile:
-    """The shipped profile that was measured with these SSMs. Raises ProfileError when there is none."""
+    """The shipped profile measured with these SSMs. Raises ProfileError if there is none."""
     for name in shipped_profiles():
         profile = open_acceptance(name)
         if profile.ssms == tuple(ssms):
             return profile
     raise ProfileError(
         f"no acceptance profile for {' + '.join(ssms)}",
-        f"one that was measured with them (shipped: {', '.join(shipped_profiles())})",
+        f"one measured with them (shipped: {', '.join(shipped_profiles())})",
         "pass --acceptance FILE; flexspec bench ARTIFACT --acceptance measures one",
     )
 
 
 def read_acceptance(table: Table, name: str) -> AcceptanceProfile:
-    """Check and take over a profile. Raises ProfileError naming what is wrong."""
+    """The profile of a file's table. Raises ProfileError naming the invalid key."""
     sources = ("llm", "origin", "date", "prompts", "sampling")
     table.only(("format", "ssms", *sources, "entries"))
     written = table.text("format")

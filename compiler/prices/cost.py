@@ -1,7 +1,7 @@
 """Times in microseconds of operators, collectives, hops and units of a model, from a machine's constants.
 
-An operator takes max(flops / peak, bytes / bandwidth) + launch; a measured table of the device overrides the first
-part. Collectives follow alpha-beta, the best of one-shot, ring and tree.
+An operator takes max(flops / peak, bytes / bandwidth) + launch; a measured table of the device overrides the maximum.
+Collectives follow the alpha-beta model, with the best of one-shot, ring and tree.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def op_us(device: Device, dtype: DType, call: Call, sizes: Sizes) -> float:
 
 
 def interpolate(points: Points, ideal_us: float) -> float:
-    """The measured time for an ideal one: straight lines between points, in proportion outside them."""
+    """The measured time for an ideal one: linear between points, constant below and proportional above them."""
     if ideal_us <= points[0][0]:
-        return points[0][1]  # a small job takes no less than the smallest that was measured
+        return points[0][1]  # a smaller job is no faster than the smallest measured one
     if ideal_us >= points[-1][0]:
         return points[-1][1] * ideal_us / points[-1][0]
     i = bisect_right(points, (ideal_us, float("inf")))
@@ -43,7 +43,7 @@ def interpolate(points: Points, ideal_us: float) -> float:
 
 
 def all_reduce_us(link: Link, count_bytes: float, degree: int) -> float:
-    """The sum of ``count_bytes`` a rank, on all of ``degree`` ranks: best of one-shot, ring and tree."""
+    """Sum of ``count_bytes`` from each of ``degree`` ranks, on all of them: the best of one-shot, ring and tree."""
     alpha, per_byte = link.alpha_us.effective, 1e6 / link.bandwidth_bytes_per_s.effective
     levels = (degree - 1).bit_length()
     one_shot = alpha + (degree - 1) * count_bytes * per_byte
@@ -53,14 +53,14 @@ def all_reduce_us(link: Link, count_bytes: float, degree: int) -> float:
 
 
 def all_gather_us(link: Link, count_bytes: float, degree: int) -> float:
-    """The shares of ``degree`` ranks joined to ``count_bytes`` on each: best of one-shot and ring."""
+    """Shares of ``degree`` ranks, gathered into ``count_bytes`` on all of them: the better of one-shot and ring."""
     alpha, per_byte = link.alpha_us.effective, 1e6 / link.bandwidth_bytes_per_s.effective
     received = (degree - 1) / degree * count_bytes * per_byte
     return _collective_us(link, "all_gather", degree, min(alpha + received, (degree - 1) * alpha + received))
 
 
 def _collective_us(link: Link, name: str, degree: int, ideal_us: float) -> float:
-    """What a collective takes: nothing on one rank; a measured table of the link overrides the formula."""
+    """Zero on one rank; a measured table of the link overrides the formula."""
     if degree == 1:
         return 0.0
     points = link.measured.get(name)
@@ -68,22 +68,22 @@ def _collective_us(link: Link, name: str, degree: int, ideal_us: float) -> float
 
 
 def broadcast_us(link: Link, count_bytes: float, ranks: int) -> float:
-    """From one rank to ``ranks`` - 1 others, by a tree."""
+    """From one rank to ``ranks`` - 1 others, along a tree."""
     return (ranks - 1).bit_length() * link.transfer_us(count_bytes) if ranks > 1 else 0.0
 
 
 def hop_us(between: Link, inside: Link, count_bytes: float, source: int, target: int, *, shared: bool) -> float:
-    """Activations from a stage of ``source`` ranks to one of ``target``, as the partition pass sends them.
+    """Activations from a stage of ``source`` ranks to one of ``target`` ranks, as the partition pass sends them.
 
-    min(source, target) copies travel, at once where every device has the link, one after the other where nodes share it
-    (``shared``); extra ranks of the target receive from a peer.
+    min(source, target) copies travel: in parallel where every device has a link, in turn where the devices of a node
+    share one (``shared``). Extra ranks of the target receive from a peer.
     """
     copies = min(source, target) if shared else 1
     return between.transfer_us(copies * count_bytes) + broadcast_us(inside, count_bytes, ceil_div(target, source))
 
 
 def call_us(device: Device, link: Link, dtype: DType, call: Call, sizes: Sizes, degree: int) -> float:
-    """An operator or, if ranks meet in it, the collective."""
+    """An operator or a collective."""
     collective = call.record.collective
     if collective is Collective.ALL_REDUCE:
         return all_reduce_us(link, link.sent_bytes(call.inputs[0].bytes(sizes), dtype), degree)
@@ -99,7 +99,7 @@ def call_us(device: Device, link: Link, dtype: DType, call: Call, sizes: Sizes, 
 def call_times(
     device: Device, link: Link, dtype: DType, calls: Sequence[Call], sizes: Sizes, degree: int
 ) -> Iterator[tuple[Call, float]]:
-    """Each operator and collective of a unit with its microseconds."""
+    """Every operator and collective of a unit with its microseconds."""
     for call in calls:
         yield call, call_us(device, link, dtype, call, sizes, degree)
 

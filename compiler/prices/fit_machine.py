@@ -1,4 +1,4 @@
-"""Fits a machine's constants to measured times: steps of a whole model on one device, and transfers over one link."""
+"""Fits a machine's constants to measured times: model steps on one device, and transfers over one link."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StepFit:
 
 
 def graph_calls(graph: Graph) -> tuple[Call, ...]:
-    """The operators of a graph, to be priced."""
+    """The operators of a graph, for pricing."""
     types = graph.types()
     return tuple(
         Call(
@@ -106,7 +106,7 @@ def _fit_peaks(device: Device, operator: str | None, steps: MeasuredSteps, origi
 
 
 def _grid(least: float, most: float, count: int) -> list[float]:
-    """Numbers in equal ratios, rounded to what a file should hold."""
+    """A geometric sequence, rounded to four digits for the machine file."""
     return [float(f"{least * (most / least) ** (i / (count - 1)):.4g}") for i in range(count)]
 
 

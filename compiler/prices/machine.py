@@ -1,7 +1,7 @@
-"""Machines: devices, the nodes that hold them, and the links between, read from TOML files.
+"""Machines: devices, the nodes that contain them and the links between them, read from TOML files.
 
-Every constant carries the value (datasheet or fit), a correction factor, and where both come from. Effective = value *
-correction. Files that ship lie in compiler/prices/machines/; :func:`open_machine` takes a name of one or a path.
+Every constant has a value (datasheet or fit), a correction factor, and the origin of both; effective = value *
+correction. Shipped files are in compiler/prices/machines/; :func:`open_machine` takes the name of one, or a path.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Points = tuple[tuple[float, float], ...]  # (ideal microseconds, measured micros
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """``value`` as its source gives it, times ``correction``."""
+    """A figure of a machine."""
 
-    value: float
-    correction: float
-    origin: str
+    value: float  # as its source states it
+    correction: float  # factor
+    origin: str  # of both
 
     @property
     def effective(self) -> float:
@@ -40,7 +40,7 @@ NOTHING = Constant(0.0, 1.0, "not in the file: not priced")
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What one operator reaches of a device, where that is far from what the device gives to others."""
+    """Peaks of one operator whose efficiency is far from that of the others."""
 
     bandwidth_bytes_per_s: Constant
     flops_per_s: Constant
@@ -48,11 +48,11 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """What a device is, as far as plans are priced and measured by it."""
+    """The kind of a device, as far as prices and measurements depend on it."""
 
     name: str
-    joins_best_alone: bool  # in a greedy round ranks exchange the best of each, not all logits (executors/cpu_rank.py)
-    has_step_clock: bool  # its programs note when each operator ended, so that plans can be measured on it
+    joins_best_alone: bool  # greedy rounds exchange the best of every rank, not all logits (executors/cpu_rank.py)
+    has_step_clock: bool  # its programs stamp the end of every operator, so that plans can be measured
 
 
 PROCESSORS = {
@@ -63,20 +63,17 @@ PROCESSORS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Device:
-    """One device. ``measured``: per operator name, what an operator of some ideal time really takes (see cost.py).
-
-    ``operators``: per operator name, its own peaks.
-    """
+    """One device."""
 
     name: str
     memory_bytes: Constant
-    reserve_bytes: Constant  # held back: context of the driver, allocator's loss
+    reserve_bytes: Constant  # not available: driver context, allocator overhead
     bandwidth_bytes_per_s: Constant
     flops_per_s: Constant  # matrix products in bf16 or f16
     f32_flops_per_s: Constant
     launch_us: Constant  # per operator
-    measured: Mapping[str, Points] = field(default_factory=dict)
-    operators: Mapping[str, Peaks] = field(default_factory=dict)
+    measured: Mapping[str, Points] = field(default_factory=dict)  # by operator: measured for ideal time (cost.py)
+    operators: Mapping[str, Peaks] = field(default_factory=dict)  # by operator, where it has peaks of its own
     processor: Processor = PROCESSORS["gpu"]
 
     def peaks(self, dtype: DType, operator: str | None) -> Peaks:
@@ -99,51 +96,44 @@ class Device:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Link:
-    """A transfer of n bytes takes ``alpha_us`` + n / ``bandwidth_bytes_per_s``; bandwidth per device and direction.
-
-    ``element_bytes``: width of an activation on its way, where that is not its own.
-    """
+    """A transfer of n bytes takes ``alpha_us`` + n / ``bandwidth_bytes_per_s``."""
 
     name: str
     alpha_us: Constant
-    bandwidth_bytes_per_s: Constant
-    measured: Mapping[str, Points] = field(default_factory=dict)  # "all_reduce" and "all_gather", likewise
-    element_bytes: Constant | None = None
+    bandwidth_bytes_per_s: Constant  # per device and direction
+    measured: Mapping[str, Points] = field(default_factory=dict)  # of "all_reduce" and "all_gather"
+    element_bytes: Constant | None = None  # width of a transferred activation, if not that of its dtype
 
     def transfer_us(self, count_bytes: float) -> float:
         return self.alpha_us.effective + count_bytes / self.bandwidth_bytes_per_s.effective * 1e6
 
     def sent_bytes(self, count_bytes: float, dtype: DType) -> float:
-        """Bytes that ``count_bytes`` of activations in ``dtype`` are on the way."""
+        """Bytes transferred for ``count_bytes`` of activations in ``dtype``."""
         return count_bytes * (self.element_bytes.effective / dtype.size_bytes if self.element_bytes else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """``count`` equal nodes, each with ``devices`` equal devices that ``link`` connects."""
+    """Equal nodes of a machine, each with equal devices."""
 
     device: Device
-    devices: int
-    link: Link
-    count: int
+    devices: int  # of each node
+    link: Link  # between the devices of a node
+    count: int  # nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """``network`` joins nodes; None for one node. The rest is the host's work.
-
-    ``round_us`` and ``request_us`` come once a round and for each of its requests; ``step_us`` and
-    ``step_request_us`` (0 where a file has none) for each step of a stage or an SSM, and each request of an SSM's step.
-    """
+    """Nodes, the network between them, and the cost of the host's work."""
 
     name: str
     about: str
     kinds: tuple[NodeKind, ...]
-    network: Link | None
-    round_us: Constant
-    request_us: Constant
-    step_us: Constant = NOTHING
-    step_request_us: Constant = NOTHING
+    network: Link | None  # None for one node
+    round_us: Constant  # the host's work, once per round
+    request_us: Constant  # and for every request of the round
+    step_us: Constant = NOTHING  # and for every step of a stage or an SSM
+    step_request_us: Constant = NOTHING  # and for every request of an SSM's step
 
     @property
     def devices(self) -> int:
@@ -154,7 +144,7 @@ class Machine:
         return sum(kind.count for kind in self.kinds)
 
     def node_kinds(self) -> tuple[NodeKind, ...]:
-        """The kind of every node, in the order in which devices are numbered."""
+        """The kind of every node, in the order of device numbers."""
         return tuple(kind for kind in self.kinds for _ in range(kind.count))
 
     def node_kind(self, node: int) -> int:
@@ -211,16 +201,16 @@ _MAY_BE_ZERO = ("reserve_bytes", "launch_us", "alpha_us", *HOST_KEYS)
 
 
 def shipped_machines() -> list[str]:
-    """Names of the machine files that come with flexspec."""
+    """Names of the shipped machine files."""
     return shipped_names(MACHINES, ".toml")
 
 
 def open_machine(name_or_path: str) -> Machine:
-    """The machine of a shipped file's name or of a TOML file's path. Raises MachineError."""
+    """The machine of a shipped file's name, or of a path to a TOML file. Raises MachineError."""
     path = find_file(name_or_path, MACHINES, ".toml")
     if path is None:
-        found, fix = unknown_words(name_or_path)
-        raise MachineError(f"machine {found}", f"a .toml file or one of {', '.join(shipped_machines())}", fix)
+        unknown, fix = unknown_words(name_or_path)
+        raise MachineError(f"machine {unknown}", f"a .toml file or one of {', '.join(shipped_machines())}", fix)
     return read_machine(read_table(path, "a machine file", _wrong))
 
 
@@ -229,7 +219,7 @@ def _wrong(found: str, expected: str) -> MachineError:
 
 
 def read_machine(table: Table) -> Machine:
-    """Check and take over a machine file. Raises MachineError naming the key and what it may hold."""
+    """The machine of a file's table. Raises MachineError naming the key and its valid values."""
     table.only(("name", "about", "devices", "links", "host", "nodes"), ("network",))
     name, about = table.text("name"), table.text("about")
     devices = {key: _device(key, part) for key, part in table.tables("devices").items()}

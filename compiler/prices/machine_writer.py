@@ -18,7 +18,7 @@ from flexspec.compiler.prices.machine import (
 
 
 def machine_toml(machine: Machine, measured_origin: str = "measured") -> str:
-    """The file's text. ``measured_origin`` is what measured tables say of themselves."""
+    """The file's text. ``measured_origin``: the origin of its measured tables."""
     lines = [f"name = {_text(machine.name)}", f"about = {_text(machine.about)}", "", "[host]"]
     work = {key: getattr(machine, key) for key in HOST_KEYS}
     lines += [f"{key} = {_constant(constant)}" for key, constant in work.items() if constant is not NOTHING]
@@ -46,13 +46,13 @@ def machine_toml(machine: Machine, measured_origin: str = "measured") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _measured(part: str, name: str, tables: Mapping[str, Points], origin: str) -> list[str]:
+def _measured(section: str, name: str, tables: Mapping[str, Points], origin: str) -> list[str]:
     lines = []
     for key, points in tables.items():
         pairs = ", ".join(f"[{x!r}, {y!r}]" for x, y in points)
         lines += [
             "",
-            f"[{part}.{_text(name)}.measured.{_text(key)}]",
+            f"[{section}.{_text(name)}.measured.{_text(key)}]",
             f"origin = {_text(origin)}",
             f"points = [{pairs}]",
         ]

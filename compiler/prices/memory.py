@@ -1,7 +1,7 @@
-"""The one memory function: bytes of a rank, by what they are for, and the refusal with that table.
+"""The one memory function: bytes of a rank by purpose, and the error that shows them.
 
-``rank_bytes`` is for ranks that are planned, ``graph_bytes`` for graphs that are about to be served. Both count slots
-by kv_slots.py, activations by profile.peak_bytes and scratch by the same sum; a test holds that they agree.
+``rank_bytes`` is for planned ranks, ``graph_bytes`` for graphs about to be served. Both take KV slots from kv_slots.py,
+activations from profile.peak_bytes and scratch from the same sum; a test checks that they agree.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from flexspec.types import PAGE_TOKENS, Role
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What must fit at the same time: requests in flight, committed tokens of each, largest tree (root included)."""
+    """What must fit at the same time."""
 
-    requests: int
-    context_tokens: int
-    tree_rows: int
-    step_rows: int = STEP_ROWS
+    requests: int  # in flight
+    context_tokens: int  # committed, of each request
+    tree_rows: int  # of the largest tree, root included
+    step_rows: int = STEP_ROWS  # of a piece of a prompt
 
     @property
     def verify_rows(self) -> int:
         return self.requests * self.tree_rows
 
     def sizes(self) -> Sizes:
-        """The letters of the largest step: a piece of a prompt may have more rows than all trees, but no logits."""
+        """Dim sizes of the largest step: a piece of a prompt may have more rows than all trees, but has no logits."""
         rows = max(self.verify_rows, self.step_rows)
         letters = step_sizes(rows, self.requests, self.context_tokens)
         return {**letters, "L": self.verify_rows, "P": cache_tokens(self) // PAGE_TOKENS}
@@ -39,7 +39,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Bytes of one rank by purpose; ``limit`` is what the device has."""
+    """Bytes of one rank by purpose."""
 
     weights: int
     kv: int
@@ -48,7 +48,7 @@ class RankBytes:
     buffers: int
     ssm: int
     reserve: int
-    limit: int
+    limit: int  # memory of the device
 
     @property
     def total(self) -> int:
@@ -63,7 +63,7 @@ class RankBytes:
         return self.free >= 0
 
     def table(self) -> list[tuple[str, int]]:
-        """Rows for people, with the total and the limit."""
+        """Labelled rows, with the total and the limit."""
         parts = [(field.name.replace("_", " "), getattr(self, field.name)) for field in fields(self)][:-1]
         return [*parts, ("total", self.total), ("device has", self.limit)]
 
@@ -87,13 +87,13 @@ def rank_bytes(
     last: bool,
     ssm: int = 0,
 ) -> RankBytes:
-    """The largest rank of a stage of ``blocks`` blocks at ``degree``; ``first`` and ``last``: where it stands.
+    """The largest rank of a stage of ``blocks`` blocks at ``degree``; ``first`` and ``last``: its position.
 
-    ``ssm``: bytes of the SSMs that live on it too (see :func:`ssm_bytes`).
+    ``ssm``: bytes of the SSMs that live on it (see :func:`ssm_bytes`).
     """
     rank = model.ranks[degree]
-    held = rank.weight_bytes
-    weights = blocks * held["block"] + first * held["front"] + last * held["back"]
+    unit_bytes = rank.weight_bytes
+    weights = blocks * unit_bytes["block"] + first * unit_bytes["front"] + last * unit_bytes["back"]
     weights -= rank.shared_bytes if first and last else 0
     sizes = work.sizes()
     return RankBytes(
@@ -109,7 +109,7 @@ def rank_bytes(
 
 
 def graph_bytes(graph: Graph, sizes: Sizes) -> RankBytes:
-    """A whole lowered model with a pool of ``sizes["P"]`` pages. No limit yet, no reserve, no SSM."""
+    """A whole lowered model with a pool of ``sizes["P"]`` pages; limit, reserve and SSM are 0."""
     logits = [node.outputs[0].type for node in graph.nodes if node.outputs[0].name == graph.outputs[0]]
     columns = logits[0].dims[-1] if logits and logits[0].role is Role.ACTIVATION and logits[0].dims[0] == "L" else 0
     return RankBytes(
@@ -125,12 +125,12 @@ def graph_bytes(graph: Graph, sizes: Sizes) -> RankBytes:
 
 
 def scratch_bytes(sizes: Sizes, columns: int) -> int:
-    """Acceptance and masks: float32 copies of ``columns`` logits, ancestor words, a number for each page."""
+    """Acceptance and masks: float32 copies of ``columns`` logits, ancestor words, an index for every page."""
     return 4 * sizes["L"] * columns + 8 * sizes["T"] * sizes["W"] + 4 * sizes["P"]
 
 
 def cache_tokens(work: Workload) -> int:
-    """Slots of all requests, in whole pages."""
+    """KV slots of all requests, rounded up to whole pages."""
     pages = pages_of(request_slots(work.context_tokens, work.tree_rows - 1))
     return work.requests * pages * PAGE_TOKENS
 

@@ -1,4 +1,4 @@
-"""Profiles of models to plan for: a bare config.json is enough, since a plan needs shapes and no weights."""
+"""Price profiles of models. A bare config.json is enough, since planning needs shapes but no weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_profile(
     ssm: bool = False,
     weights: WeightFormat | None = None,
 ) -> ModelProfile:
-    """Price basis of a model. Raises the loaders' errors (ModelFileError, ModelConfigError)."""
+    """The price profile of a model. Raises the loaders' errors (ModelFileError, ModelConfigError)."""
     profile = partial(profile_model, degrees=degrees, ssm=ssm, weights=weights)
     file = path / "config.json" if path.is_dir() else path
     if file.suffix != ".json":
@@ -53,18 +53,18 @@ def open_profile(
 
 
 def _experts_note(config: ModelConfig) -> str:
-    """What a mixture's prices rest on."""
+    """The assumption behind a mixture's prices."""
     if not config.experts:
         return ""
     one, many = (expected_experts(config.experts, config.experts, config.experts_per_token, rows) for rows in (1, 16))
     return (
-        f"a step is priced by the experts that its rows are taken to read, {one:.1f} of {config.experts} for one row, "
-        f"{many:.1f} for 16, if each chose by chance; rows of one text choose alike and read fewer"
+        f"a step is priced by the number of experts that its rows would read if each row chose at random: {one:.1f} of "
+        f"{config.experts} for one row, {many:.1f} for 16; rows of one text choose alike and read fewer"
     )
 
 
 def check_same_vocabulary(llm: ModelConfig, ssms: Sequence[ModelProfile]) -> None:
-    """Refuse an SSM that drafts ids the LLM does not know."""
+    """Refuse an SSM with another vocabulary than the LLM's. Raises ModelConfigError."""
     for ssm in ssms:
         if ssm.config.vocab_size != llm.vocab_size:
             raise ModelConfigError(

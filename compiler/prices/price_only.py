@@ -1,7 +1,7 @@
 """Models that can be priced but not served: OPT, by the shapes of its operators.
 
-OPT's LayerNorm is priced as rms_norm, its ReLU is left out and its learned positions are a second embedding; products,
-attention, weights and caches, which are all but a percent of the time, are its own.
+LayerNorm is priced as rms_norm, ReLU is left out and learned positions are a second embedding. Products, attention,
+weights and caches, all but one percent of the time, are exact.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a plan is searched for: models, machine, load, objective; and the choices that are open."""
+"""The planning problem: models, machine, load and objective, and the choices that the search may make."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from flexspec.errors import PlanError
 
 OBJECTIVES = ("latency", "throughput", "goodput")
 MAX_REQUESTS = 4096
-TIE = 1 + 1e-10  # values within this factor are equal: sums of the same times in another order differ by less
+TIE = 1 + 1e-10  # values within this factor count as equal: summing in another order changes them by less
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A way to run rounds on given stages."""
+    """How rounds run on the stages of a plan."""
 
     entry: DraftEntry
     batch: int  # requests
-    micro_batches: int
+    micro_batches: int  # in flight
 
     @property
     def micro(self) -> int:
@@ -36,63 +36,64 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """``count`` nodes of machine kind ``kind`` with ``devices`` devices each that stages may use."""
+    """Equal nodes that stages may use."""
 
-    kind: int
-    devices: int
-    count: int
+    kind: int  # number of the machine's kind of nodes
+    devices: int  # of each node that stages may use
+    count: int  # nodes
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``limit_us``: most microseconds per token of a request (goodput). ``degrees``: TP degrees to be tried."""
+    """What to plan for. Raises PlanError for a load or an objective out of range."""
 
     machine: Machine
     llm: ModelProfile
     ssms: tuple[ModelProfile, ...]
-    entries: tuple[DraftEntry, ...]  # of the acceptance profile; off is always there
-    requests: int
-    context_tokens: int
+    entries: tuple[DraftEntry, ...]  # of the acceptance profile; OFF is always available too
+    requests: int  # at most, at the same time
+    context_tokens: int  # of each request
     objective: str = "latency"
-    limit_us: float = float("inf")
-    degrees: tuple[int, ...] = (1, 2, 4, 8)
+    limit_us: float = float("inf")  # most microseconds per token of a request (goodput)
+    degrees: tuple[int, ...] = (1, 2, 4, 8)  # TP degrees to try
 
     def __post_init__(self) -> None:
         if not 1 <= self.requests <= MAX_REQUESTS:
             raise PlanError(f"{self.requests} requests", f"1 to {MAX_REQUESTS}", "choose a number in that range")
         if not 1 <= self.context_tokens <= self.llm.config.max_positions:
-            found, most = f"a context of {self.context_tokens} tokens", self.llm.config.max_positions
-            raise PlanError(found, f"1 to {most}, the model's positions", "choose a length in that range")
+            context, most = f"a context of {self.context_tokens} tokens", self.llm.config.max_positions
+            raise PlanError(context, f"1 to {most}, the model's positions", "choose a length in that range")
         if self.objective not in OBJECTIVES:
             raise PlanError(f"objective {self.objective!r}", f"one of {', '.join(OBJECTIVES)}", "correct the name")
 
     @cached_property
     def legal_degrees(self) -> tuple[int, ...]:
-        """Degrees that the model can be cut to."""
+        """Degrees among ``degrees`` to which the model can be cut."""
         return tuple(sorted(degree for degree in set(self.degrees) if degree in self.llm.ranks))
 
     @cached_property
     def batches(self) -> tuple[int, ...]:
-        """Batch sizes of the ladder: powers of two, and the most requests."""
+        """Batch sizes of the ladder: powers of two, and ``requests`` itself."""
         return tuple(dict.fromkeys([1 << i for i in range(self.requests.bit_length())] + [self.requests]))
 
     @cached_property
     def drafting(self) -> tuple[DraftEntry, ...]:
+        """Draft plans that draft; none without an SSM."""
         return self.entries if self.ssms else ()
 
     @cached_property
     def workload(self) -> Workload:
-        """What memory must hold, whatever rung of the ladder is in use."""
+        """The load that memory must hold, whichever rung of the ladder is in use."""
         largest = max((entry.most_rows for entry in self.drafting), default=1)
         return Workload(self.requests, self.context_tokens, largest)
 
     @property
     def tried_batches(self) -> tuple[int, ...]:
-        """Batch sizes that may be the answer: latency is for the full batch, the others may serve fewer at once."""
+        """Batch sizes to choose from: only the full one for latency; other objectives may serve fewer requests."""
         return (self.requests,) if self.objective == "latency" else self.batches
 
     def ssm_bytes_at(self, place: SsmPlace) -> tuple[int, ...]:
-        """Bytes of each SSM on one device that drafts."""
+        """Bytes of each SSM on one drafting device."""
         requests = place.requests_a_device(self.requests, self.machine.devices)
         return tuple(ssm_bytes(ssm, replace(self.workload, requests=requests)) for ssm in self.ssms)
 
@@ -100,7 +101,7 @@ class Problem:
         return self.machine.kinds[number]
 
     def places(self) -> list[SsmPlace]:
-        """Every place to try. Separate devices: a node with one for each SSM, and room for it there."""
+        """Every SSM place to try. Separate devices need a node with a device for each SSM, and enough memory there."""
         places: list[SsmPlace] = [NoSsm()]
         if not self.drafting:
             return places
@@ -119,11 +120,11 @@ class Problem:
         return self.drafting if place.drafts else (OFF,)
 
     def offered_at(self, place: SsmPlace) -> tuple[DraftEntry, ...]:
-        """As entries_at, and to draft nothing."""
+        """As entries_at, and OFF."""
         return (OFF, *self.drafting) if place.drafts else (OFF,)
 
     def pools(self, place: SsmPlace) -> tuple[Pool, ...]:
-        """Nodes left for stages: the last node of a kind may lack devices that SSMs have to themselves."""
+        """Nodes available to stages. The last node of a kind lacks the devices reserved for SSMs."""
         pools = []
         for number, kind in enumerate(self.machine.kinds):
             reserved = place.reserved(number, len(self.ssms))
@@ -139,23 +140,23 @@ class Problem:
     def stage_bytes(
         self, kind: int, degree: int, blocks: int, place: SsmPlace, *, first: bool, last: bool
     ) -> RankBytes:
-        """The largest rank of a stage, with the SSMs that live there."""
+        """Memory of the largest rank of a stage, including the SSMs that live there."""
         extra = self.extra_bytes(place, first=first, last=last)
         device = self.kind(kind).device
         return rank_bytes(self.llm, degree, blocks, self.workload, device, first=first, last=last, ssm=extra)
 
     def free_bytes(self, kind: int, degree: int, place: SsmPlace, *, first: bool, last: bool) -> tuple[int, int]:
-        """(bytes that a stage without blocks leaves free, bytes that each block takes of them)."""
+        """(bytes that a stage without blocks leaves free, bytes that each block takes)."""
         none, one = (self.stage_bytes(kind, degree, n, place, first=first, last=last) for n in (0, 1))
         return none.free, none.free - one.free  # the memory function is linear in blocks
 
     def most_blocks(self, kind: int, degree: int, place: SsmPlace, *, first: bool, last: bool) -> int:
-        """Blocks that a stage can hold; -1 if it cannot even hold what stands around its blocks."""
+        """Most blocks that a stage can hold; -1 if not even what surrounds its blocks fits."""
         room, per_block = self.free_bytes(kind, degree, place, first=first, last=last)
         return min(self.llm.blocks, room // per_block) if room >= 0 else -1
 
     def drafting_free_bytes(self, place: SsmPlace) -> float:
-        """Bytes free on the fullest device that does nothing but draft; inf where there is none."""
+        """Bytes free on the fullest device that only drafts; inf if there is none."""
         if not place.separate:
             return math.inf
         kinds = [self.machine.kinds[number] for number in place.kinds_beside(len(self.machine.kinds))]
@@ -167,12 +168,12 @@ class Problem:
 
 
 def micro_batch_counts(batch: int) -> list[int]:
-    """Numbers of micro-batches to try: powers of two up to the batch, 16 at most."""
+    """Micro-batch counts to try: powers of two up to the batch, at most 16."""
     return [count for count in (1, 2, 4, 8, 16) if count <= batch]
 
 
 def choices(entries: Sequence[DraftEntry], batches: Sequence[int], micro_batches: int | None = None) -> list[Choice]:
-    """Every way to run rounds with these draft plans and batches; ``micro_batches``: the only number to try."""
+    """Every choice of draft plan, batch and micro-batch count; ``micro_batches`` fixes the count."""
     return [
         Choice(entry, batch, count)
         for entry in entries
@@ -183,6 +184,6 @@ def choices(entries: Sequence[DraftEntry], batches: Sequence[int], micro_batches
 
 
 def device_bytes(kind: NodeKind) -> int:
-    """Memory of one device of a node, less its reserve."""
+    """Memory of one device of a node, minus its reserve."""
     device = kind.device
     return int(device.memory_bytes.effective - device.reserve_bytes.effective)

@@ -1,8 +1,8 @@
-"""What one rank of a model runs and holds, at every tensor-parallel degree: the basis of all prices.
+"""What one rank of a model runs and stores, at every tensor-parallel degree: the basis of all prices.
 
-Nothing here is a formula of an architecture. The model file's graph with two blocks is cut for a degree by the
-partition pass and lowered, as for serving; the rank with the largest share is kept. Its nodes before block 0, of block
-0 and after block 1 are priced by their operator records; a model is a front, a back and equal blocks between.
+No formula here is specific to an architecture. The model file's graph, with two blocks, is cut for a degree by the
+partition pass and lowered as for serving; the rank with the largest share represents the degree. Its nodes before block
+0, in block 0 and after block 1 are priced by their operator records: a model is a front, equal blocks, and a back.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ UNITS = ("front", "block", "back")  # before the blocks, one block, after the bl
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator on a rank's operands. ``joins_logits``: it makes the ranks' shares of the logits whole."""
+    """One operator on a rank's operands."""
 
     record: OpRecord
     inputs: tuple[TensorType, ...]
     outputs: tuple[TensorType, ...]
     attrs: Attrs
-    joins_logits: bool = False
+    joins_logits: bool = False  # it gathers the ranks' shares of the logits
 
     def flops(self, sizes: Sizes) -> int:
         return self.record.flops(self.inputs, self.outputs, self.attrs, sizes)
@@ -45,23 +45,23 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankProfile:
-    """The largest share of a degree. ``shared_bytes``: weights that front and back both read (tied embeddings)."""
+    """The rank with the largest share at a degree."""
 
     degree: int
     calls: Mapping[str, tuple[Call, ...]]  # by unit
     weight_bytes: Mapping[str, int]  # by unit
-    shared_bytes: int
+    shared_bytes: int  # weights that front and back both read (tied embeddings)
     kv_bytes_per_token: int  # of one block
     graph: Graph
 
     def peak_bytes(self, sizes: Sizes, *, back: bool) -> int:
-        """Most bytes of activations alive at once, in two blocks (and after them, with ``back``)."""
+        """Peak bytes of live activations, in two blocks (and after them, with ``back``)."""
         nodes = self.graph.nodes
         return peak_bytes(nodes if back else nodes[: len(nodes) - len(self.calls["back"])], sizes)
 
 
 def peak_bytes(nodes: Sequence[Node], sizes: Sizes) -> int:
-    """Most bytes of activations alive at once when nodes run in order."""
+    """Peak bytes of live activations when nodes run in order."""
     last = {name: i for i, node in enumerate(nodes) for name in node.inputs}
     alive: dict[str, int] = {}
     peak = 0
@@ -77,20 +77,20 @@ def peak_bytes(nodes: Sequence[Node], sizes: Sizes) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelProfile:
-    """A model: its blocks, and the rank of each degree. ``refused`` says why a degree cannot be."""
+    """A model: its blocks, and its largest rank at every degree."""
 
     name: str
     config: ModelConfig
     dtype: DType  # of activations and KV caches
     ranks: Mapping[int, RankProfile]
-    refused: Mapping[int, str]
-    note: str = ""
+    refused: Mapping[int, str]  # by degree, why the model cannot be cut to it
+    note: str = ""  # for the page of a plan
     taps: tuple[int, ...] = ()  # of an SSM: layers of the LLM whose states it reads
     weights: WeightFormat | None = None  # how its matrices are stored; None: as numbers of dtype
 
     @property
     def precision(self) -> str:
-        """What it computes in and, if that is something else, how its weights are stored."""
+        """The dtype it computes in and, if different, how its weights are stored."""
         return f"{self.dtype.value}, weights {self.weights.name}" if self.weights else self.dtype.value
 
     @property
@@ -99,20 +99,20 @@ class ModelProfile:
 
     @property
     def hidden_bytes(self) -> int:
-        """One row of what goes from stage to stage."""
+        """One row of the hidden states that pass from stage to stage."""
         return self.config.hidden_size * self.dtype.size_bytes
 
     @property
     def reads_features(self) -> int:
-        """Columns of the LLM's states that an SSM reads; 0 for one that reads none, and for an LLM."""
+        """Columns of the LLM's states that an SSM reads; 0 if it reads none, and for an LLM."""
         inputs = self.ranks[1].graph.inputs
         return next((as_int(value.type.dims[-1]) for value in inputs if value.type.role is Role.ACTIVATION), 0)
 
     def weight_bytes(self) -> int:
         """The whole model."""
         rank = self.ranks[1]
-        held = rank.weight_bytes
-        return held["front"] + held["back"] + self.blocks * held["block"] - rank.shared_bytes
+        units = rank.weight_bytes
+        return units["front"] + units["back"] + self.blocks * units["block"] - rank.shared_bytes
 
 
 BuildGraph = Callable[[ModelConfig, DType], Graph]
@@ -129,10 +129,10 @@ def profile_model(
     note: str = "",
     weights: WeightFormat | None = None,
 ) -> ModelProfile:
-    """Cut and lower the model for each degree; those the partition pass refuses are left out with its reason.
+    """Cut and lower the model for every degree; degrees that the partition pass refuses are recorded with its reason.
 
     ``weights``: how matrices are stored; None: as numbers of ``dtype``. Raises PlanError for a model whose blocks
-    differ, PartitionError for one that has none, GraphError for matrices that the format cannot store.
+    differ, PartitionError for one without blocks, GraphError for matrices that the format cannot store.
     """
     if config.dense_layers:
         raise PlanError(
@@ -156,9 +156,9 @@ def profile_model(
 
 
 def step_sizes(rows: int, requests: int, context_tokens: int, page_tokens: int = PAGE_TOKENS) -> Sizes:
-    """The letters of a step of ``rows`` rows in all, every row with logits (tree verification)."""
-    each = ceil_div(rows, requests)
-    pages, words = ceil_div(context_tokens + each, page_tokens), ceil_div(each, 64)
+    """Dim sizes of a step of ``rows`` rows over all requests, every row with logits (tree verification)."""
+    request_rows = ceil_div(rows, requests)
+    pages, words = ceil_div(context_tokens + request_rows, page_tokens), ceil_div(request_rows, 64)
     return {
         "T": rows, "L": rows, "R": requests, "R1": requests + 1, "S": context_tokens, "B": pages,
         "P": pages * requests, "W": words,
@@ -176,8 +176,8 @@ def _rank_profile(graph: Graph, degree: int, passes: Sequence[Pass]) -> RankProf
         "block": nodes[starts[0] : starts[1]],
         "back": nodes[starts[1] + length :],
     }
-    again = nodes[starts[1] : starts[1] + length]
-    if [node.op for node in again] != [node.op for node in split["block"]]:
+    second_block = nodes[starts[1] : starts[1] + length]
+    if [node.op for node in second_block] != [node.op for node in split["block"]]:
         raise PlanError(
             f"blocks of {graph.name} that differ", "equal decoder blocks", "this model cannot be priced block by block"
         )
@@ -197,7 +197,7 @@ def _rank_profile(graph: Graph, degree: int, passes: Sequence[Pass]) -> RankProf
 
 
 def _weight_and_kv(graph: Graph) -> int:
-    """Orders ranks by their share: weights, and what a page of cache takes."""
+    """Bytes by which ranks' shares are compared: weights, and one page of cache."""
     return sum(v.type.bytes({"P": 1}) for v in graph.inputs if v.type.role in (Role.WEIGHT, Role.KV))
 
 

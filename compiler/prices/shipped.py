@@ -1,4 +1,4 @@
-"""Data files that come with flexspec: found by their bare name, or by a path like any other file."""
+"""Data files shipped with flexspec, found by bare name; any other file by its path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def shipped_names(folder: Path, suffix: str) -> list[str]:
 
 
 def unknown_words(name_or_path: str) -> tuple[str, str]:
-    """(what was found, the fix) when :func:`find_file` finds nothing: a path is told from a name."""
+    """(found, fix) of the error when :func:`find_file` finds nothing, for a path or for a name."""
     path = Path(name_or_path)
     is_path = len(path.parts) > 1 or path.suffix in (".toml", ".json")
     return (
@@ -20,7 +20,7 @@ def unknown_words(name_or_path: str) -> tuple[str, str]:
 
 
 def find_file(name_or_path: str, folder: Path, suffix: str) -> Path | None:
-    """The shipped file of this bare name, or else the file at this path; None when there is neither."""
+    """The shipped file of this bare name, otherwise the file at this path; None if there is neither."""
     path = Path(name_or_path)
     if path.suffix != suffix and (folder / f"{name_or_path}{suffix}").is_file():
         path = folder / f"{name_or_path}{suffix}"

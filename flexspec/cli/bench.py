@@ -26,10 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a draft plan to measure, as for serve; may be repeated (default: seven chains and trees of one SSM)",
     )
     parser.add_argument(
-        "--prompts", type=Path, help='JSON lines, {"prompt": "..."} or {"turns": [...]} (default: 48 that ship)'
+        "--prompts", type=Path, help='JSON lines, {"prompt": "..."} or {"turns": [...]} (default: 48 shipped prompts)'
     )
-    parser.add_argument("--count", type=int, default=13, help="prompts to take, spread over the file (default 13)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="new tokens of each answer (default 64)")
+    parser.add_argument(
+        "--count", type=int, default=13, help="number of prompts, spread evenly over the file (default 13)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=64, help="most new tokens of each answer (default 64)")
     parser.add_argument(
         "--llm-name",
         default="",
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="what flexspec plan calls the SSM: its folder's or file's name; may be repeated (default ssm)",
     )
-    parser.add_argument("-o", "--output", type=Path, help="write the profile into this file, NAME.json")
+    parser.add_argument("-o", "--output", type=Path, help="write the profile to this file, NAME.json")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 

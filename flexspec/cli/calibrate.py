@@ -8,9 +8,9 @@ from pathlib import Path
 from flexspec.host.cores import usable_cores
 
 EPILOG = """\
-Steps of the artifact's LLM are timed on one core, the others being busy with the same, and links between processes by
-gloo (PyTorch); memory is what the kernel says, in equal shares. What cannot be measured is kept from the shipped file
-cpu2, and its origin says so.
+Steps of the artifact's LLM are timed on one core while the other cores run the same steps; links between processes
+are timed with gloo (PyTorch). Memory is the amount that the kernel reports, in equal shares. Constants that cannot be
+measured are copied from the shipped file cpu2, and their origin says so.
 
 example:
   flexspec calibrate build/smollm2.fspec -o build/machine.toml
@@ -19,10 +19,14 @@ example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
-    parser.add_argument("artifact", type=Path, help="an artifact of a model that runs here, NAME.fspec")
+    parser.add_argument("artifact", type=Path, help="an artifact of a model that runs on this machine, NAME.fspec")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the machine file to write, NAME.toml")
-    parser.add_argument("--ranks", type=int, default=usable_cores(), help="devices, a core each (default: all)")
-    parser.add_argument("--no-links", action="store_true", help="keep the shipped constants of links; needs no PyTorch")
+    parser.add_argument(
+        "--ranks", type=int, default=usable_cores(), help="number of devices, one core each (default: all cores)"
+    )
+    parser.add_argument(
+        "--no-links", action="store_true", help="keep the shipped constants of links, which needs no PyTorch"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,14 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan",
         type=Path,
-        help="a plan of several ranks, from flexspec plan -o or TOML by hand: adds each rank's program and weights",
+        help="a plan of several ranks, by flexspec plan -o or by hand (TOML): adds program and weights of each rank",
     )
     add_dtype_options(parser)
     parser.add_argument(
         "--target",
         action="append",
         default=[],
-        help="also compile GPU kernels: sm_80, sm_90, sm_100, gfx942; repeat or separate by commas",
+        help="also compile GPU kernels: sm_80, sm_90, sm_100, gfx942; may be repeated, or separated by commas",
     )
     parser.add_argument(
         "--isa",
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draft plan stored in the artifact: off, chain:DEPTH, tree:K1,K2,... or budget:NODES, with options; see "
         "below (default: budget:24 over all sources)",
     )
-    parser.add_argument("--max-tree", type=int, default=64, help="largest token tree the GPU kernels take (default 64)")
-    parser.add_argument("--dump-ir", type=Path, help="write the graph after every pass into this folder")
+    parser.add_argument("--max-tree", type=int, default=64, help="largest token tree for the GPU kernels (default 64)")
+    parser.add_argument("--dump-ir", type=Path, help="write the graph after every pass to this folder")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -39,7 +39,7 @@ def restart_count(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number (write --restart behind the artifact)") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number (write --restart after the artifact)") from None
 
 
 def launch(args: argparse.Namespace) -> NoReturn:
@@ -72,7 +72,7 @@ def _check(args: argparse.Namespace) -> int:
     from flexspec.runtime.server.listen import reserve_port
 
     if not 1 <= args.ranks <= MOST_RANKS:
-        raise CapacityError(f"--ranks {args.ranks}", f"1 to {MOST_RANKS}", "give the number of ranks of the plan")
+        raise CapacityError(f"--ranks {args.ranks}", f"1 to {MOST_RANKS}", "pass the number of ranks of the plan")
     if not 0 <= args.restart <= MOST_RESTARTS:
         raise CapacityError(f"--restart {args.restart}", f"0 to {MOST_RESTARTS}", "choose a number in that range")
     if importlib.util.find_spec("torch") is None:

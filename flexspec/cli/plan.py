@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from flexspec.compiler.prices.problem import Problem
 
 EPILOG = """\
-MODEL and SSM need no weights: a bare config.json is enough. M is a TOML file or one that ships (`--machine list` names
-them); so is the acceptance profile, which is found by the SSM's name if it ships.
+MODEL and SSM need no weights: a bare config.json is enough. M is a TOML file or the name of a shipped one (`--machine
+list` prints the names). A shipped acceptance profile is found by the SSM's name.
 
 example:
   flexspec plan examples/configs/llama-65b.json --ssm examples/configs/llama-68m.json --machine a10x4x2 --prove
@@ -29,36 +29,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.epilog = EPILOG
     parser.add_argument("model", type=Path, nargs="?", help="a config.json, a Hugging Face folder or a .gguf file")
-    parser.add_argument("--ssm", type=Path, action="append", default=[], help="an SSM, likewise; may be repeated")
-    parser.add_argument("--machine", required=True, help="a machine file, or the name of one that ships; list: names")
-    parser.add_argument("--acceptance", help="acceptance profile: a JSON file, or the name of one that ships")
-    parser.add_argument("--requests", type=int, default=1, help="most requests at the same time (default 1)")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of each request (default 1024)")
+    parser.add_argument(
+        "--ssm", type=Path, action="append", default=[], help="an SSM, in the same forms; may be repeated"
+    )
+    parser.add_argument(
+        "--machine", required=True, help="a machine file, or the name of a shipped one; list: print the names"
+    )
+    parser.add_argument("--acceptance", help="acceptance profile: a JSON file, or the name of a shipped one")
+    parser.add_argument("--requests", type=int, default=1, help="maximum number of concurrent requests (default 1)")
+    parser.add_argument(
+        "--context", type=int, default=1024, help="context length of each request, in tokens (default 1024)"
+    )
     parser.add_argument(
         "--objective",
         choices=("latency", "throughput", "goodput"),
         default="latency",
-        help="least ms a token (default), most tokens/s, or most tokens/s within --limit-ms",
+        help="lowest ms per token (default), highest tokens/s, or highest tokens/s within --limit-ms",
     )
-    parser.add_argument("--limit-ms", type=float, help="most ms a token of a request, for goodput")
+    parser.add_argument("--limit-ms", type=float, help="highest allowed ms per token of a request, for goodput")
     add_dtype_options(parser)
-    parser.add_argument("--degrees", help="TP degrees to try, as in 1,2,3 (default: powers of two up to a node)")
-    parser.add_argument("--prove", action="store_true", help="check the answer with separate code")
-    parser.add_argument("--pareto", action="store_true", help="print all plans that trade ms a token for tokens/s")
     parser.add_argument(
-        "--score", type=Path, metavar="PLAN", help="price a plan by hand (TOML) or an edited one (JSON)"
+        "--degrees", help="TP degrees to try, e.g. 1,2,3 (default: powers of two up to the devices of a node)"
+    )
+    parser.add_argument("--prove", action="store_true", help="check that the plan is optimal, with separate code")
+    parser.add_argument(
+        "--pareto", action="store_true", help="print all Pareto-optimal plans of ms per token and tokens/s"
+    )
+    parser.add_argument(
+        "--score", type=Path, metavar="PLAN", help="price a hand-written plan (TOML) or an edited one (JSON)"
     )
     parser.add_argument(
         "--compare",
         type=Path,
         nargs="*",
         metavar="PLAN",
-        help="run these plans (TOML or JSON; none: a list of our own) on this machine and print predicted and "
-        "measured; not yet plans with several micro-batches or with SSMs on other ranks than 0",
+        help="run these plans (TOML or JSON; none: a built-in list) on this machine and print predicted and measured "
+        "times; plans with several micro-batches, or with SSMs on ranks other than 0, are not supported yet",
     )
-    parser.add_argument("--turns", type=int, help="how often --compare runs each plan (default 5)")
-    parser.add_argument("--svg", type=Path, help="draw the plan into this file")
-    parser.add_argument("-o", "--output", type=Path, help="write the plan as JSON into this file")
+    parser.add_argument("--turns", type=int, help="number of times --compare runs each plan (default 5)")
+    parser.add_argument("--svg", type=Path, help="draw the plan to this file")
+    parser.add_argument("-o", "--output", type=Path, help="write the plan as JSON to this file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the page")
 
 
@@ -88,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _without_search(args: argparse.Namespace, problem: Problem, acceptance: AcceptanceProfile | None) -> int:
-    """What is asked of the problem other than its best plan."""
+    """Whatever needs the problem but not the search for its best plan."""
     if args.compare is not None:
         from flexspec.cli.planning.compare import compare
 

@@ -32,7 +32,9 @@ def is_rank() -> bool:
 def check_launched(restart: int) -> None:
     """Raises CapacityError for ``--restart`` in a rank that torchrun started: it has no say in that."""
     if restart and LAUNCHER not in os.environ:
-        raise CapacityError("--restart under torchrun", "it with --ranks", "give torchrun --max-restarts instead")
+        raise CapacityError(
+            "--restart under torchrun", "--restart with --ranks", "pass --max-restarts to torchrun instead"
+        )
 
 
 def run_rank(artifact: Path, options: ServeOptions, serve: Callable[[OpenLlm | None], int]) -> NoReturn:

@@ -52,11 +52,15 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_BACKEND,
         help=f"where models run (default {DEFAULT_BACKEND}){''.join(notes)}",
     )
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: one a core, at most 8)")
-    parser.add_argument("--kv-tokens", type=int, default=16_384, help="tokens the KV pool holds (default 16384)")
-    parser.add_argument("--max-requests", type=int, default=16, help="requests that run at once (default 16)")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: one per core, at most 8)")
     parser.add_argument(
-        "--context", type=int, default=0, help="most tokens of prompt and output (default: the model's)"
+        "--kv-tokens", type=int, default=16_384, help="capacity of the KV pool, in tokens (default 16384)"
+    )
+    parser.add_argument(
+        "--max-requests", type=int, default=16, help="maximum number of concurrent requests (default 16)"
+    )
+    parser.add_argument(
+        "--context", type=int, default=0, help="most tokens of prompt plus output (default: the model's maximum)"
     )
     parser.add_argument("--no-checks", action="store_true", help="skip digests and the self-test at start")
 

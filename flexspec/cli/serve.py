@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="processes on this machine that share the LLM by the artifact's plan (compile --plan), by torchrun",
+        help="start N ranks on this machine, with torchrun, for an artifact of such a plan (compile --plan)",
     )
     parser.add_argument(
         "--restart",
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=RESTARTS,
         default=0,
         metavar="N",
-        help=f"after a rank (or the one process) died start all again, at most N times in a row (bare: {RESTARTS})",
+        help=f"restart all ranks after one dies, up to N times in a row (without N: {RESTARTS})",
     )
     add_run_arguments(parser)
 

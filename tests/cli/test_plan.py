@@ -109,7 +109,7 @@ def test_a_hand_written_plan_is_priced(capsys: pytest.CaptureFixture[str], tmp_p
         ("[4, 5, 6, 7]", "[4, 5, 6, -1]", "stages[1].devices: [4, 5, 6, -1]"),
         ("[0, 1, 2, 3]", "[0, 1]", "hand.toml: a rank of stage 0 (40 blocks, degree 2, A10) needs"),
         ("[0, 1, 2, 3]", "[0, 1, 2]", "stage 0 of degree 3"),
-        ("[4, 5, 6, 7]", "[]", "a device or more"),
+        ("[4, 5, 6, 7]", "[]", "at least one device"),
         ('ssm = "first"', 'ssm = "middle"', "ssm: 'middle'; expected one of none, own"),
         ('ssm = "first"', 'ssm = "own"', "ssm_devices"),
         ('ssm = "first"', 'colour = "red"', "colour: an unknown key"),
@@ -173,7 +173,7 @@ def test_a_node_is_not_entered_twice(capsys: pytest.CaptureFixture[str], tmp_pat
     stages = [(30, [0, 1]), (30, [4, 5, 6, 7]), (20, [2, 3])]
     path.write_text("\n".join(f"[[stages]]\nblocks = {n}\ndevices = {held}" for n, held in stages))
     code, _, err = run(capsys, "--score", str(path))
-    assert code == 2 and "stage 2 comes back to node 0" in err
+    assert code == 2 and "stage 2 returns to node 0" in err
 
 
 def test_stages_stay_inside_a_node(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_graph_without_blocks_is_refused() -> None:
 
 
 def test_stages_meet_by_send_and_recv() -> None:
-    """Two ranks, then four: two of the four receive, and hand on to their fellows."""
+    """Two ranks, then four: two of the four receive, and forward to their peers."""
     parts = partition(model(), [Stage(0, 1, (0, 1)), Stage(1, 3, (2, 3, 4, 5))])
     assert [(part.rank, part.stage, part.results) for part in parts] == [
         (0, 0, 0), (1, 0, 0), (2, 1, 1), (3, 1, 1), (4, 1, 1), (5, 1, 1),
@@ -258,7 +258,7 @@ def test_parts_of_two_plans_do_not_fit() -> None:
     check_ranks(good)
     other = partition(model(), [Stage(0, 1, (0,)), Stage(1, 3, (2, 3))])
     for parts in (good[:-1], (*other[:1], *good[1:]), (*good[:2], *other[1:])):
-        with pytest.raises(PartitionError, match="wait for one another"):
+        with pytest.raises(PartitionError, match="a deadlock between ranks"):
             check_ranks(parts)
     with pytest.raises(PartitionError, match="two parts of one rank"):
         check_ranks((*good, good[0]))
