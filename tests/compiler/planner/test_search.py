@@ -60,6 +60,7 @@ def test_search_equals_the_prover(start: int) -> None:
     assert found > PER_TEST // 3
 
 
+@pytest.mark.slow(reason="80 problems, seven searches each")
 def test_a_solver_forgets_what_lay_above_the_ceiling() -> None:
     """What a tight ceiling let through by chance must not stand for the least under a wider one."""
     from flexspec.compiler.planner import search as searching
@@ -135,6 +136,7 @@ UNIFORM = [(name, model) for name in shipped_machines() for model in ("llama-7b"
 WIDE = pytest.param("h100x64", "llama-65b", marks=pytest.mark.slow(reason="64 devices: 10 to 18 s of processor time"))
 
 
+@pytest.mark.slow(reason="every shipped machine with two models: 20 s together")
 @pytest.mark.parametrize(("name", "model"), [*UNIFORM, WIDE])
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
 def test_never_worse_than_uniform_plans(name: str, model: str, objective: str) -> None:

@@ -30,6 +30,7 @@ def compiled(cache: Path) -> tuple[CompiledVariant, ...]:
         return compile_variants([SMALL], TARGETS, cache_dir=cache)
 
 
+@pytest.mark.slow(reason="kernels compiled for every target")
 def test_binaries_fit_every_target(compiled: tuple[CompiledVariant, ...]) -> None:
     assert [each.target.name for each in compiled] == TARGETS
     for each in compiled:

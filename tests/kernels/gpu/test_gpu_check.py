@@ -35,6 +35,7 @@ def test_machine_without_cuda_is_told_in_one_sentence(
     assert not (tmp_path / "report.json").exists()
 
 
+@pytest.mark.slow(reason="kernels in Triton's interpreter")
 def test_checks_run_in_the_interpreter(tmp_path: Path) -> None:
     out = tmp_path / "made" / "report.json"
     done = subprocess.run(
@@ -83,6 +84,7 @@ def vars_of(timing: Any) -> dict[str, Any]:
     return {name: getattr(timing, name) for name in timing.__slots__}
 
 
+@pytest.mark.slow(reason="kernels in Triton's interpreter")
 def test_timings_count_bytes_and_layers() -> None:
     rows = interpreted(__file__, "timings")
     assert [(row["shape"], row["batch"], row["tree"]) for row in rows] == [

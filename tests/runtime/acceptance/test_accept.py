@@ -170,6 +170,7 @@ def chi_square_p(tree_of, rule, draws=DRAWS, round_noise=RoundNoise) -> float:
     return math.erfc(z / math.sqrt(2)) / 2
 
 
+@pytest.mark.slow(reason="tens of thousands of draws a case: 20 s together")
 @pytest.mark.parametrize(
     ("tree_of", "method"),
     [(fixed_tree, "match"), (iid_tree, "match"), (iid_tree, "mss"), (iid_tree, "traversal"), (mixed_tree, "traversal")],

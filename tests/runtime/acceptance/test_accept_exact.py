@@ -182,6 +182,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow(reason="every outcome is enumerated: 15 s together")
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 @pytest.mark.parametrize(("method", "children", "V", "widths"), CASES)
 def test_joint_law_is_the_targets(method, children, V, widths, params) -> None:

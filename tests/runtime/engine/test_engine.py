@@ -17,6 +17,13 @@ from flexspec.runtime.executors.step import Executor, StepBatch, StepResult
 from flexspec.runtime.open import step_costs
 from flexspec.sampling import SamplingParams
 
+QUICK = ("off", PLANS[0], PLANS[1], PLANS[2])
+SLOW = pytest.mark.slow(reason="wide or deep trees over an LLM of two layers, in two dtypes: 35 s together")
+
+
+def cases(*plans: str) -> list[object]:
+    return [plan if plan in QUICK else pytest.param(plan, marks=SLOW) for plan in plans]
+
 
 @dataclass
 class Plain:
@@ -48,21 +55,21 @@ def long_last(models: Models) -> Plain:
 
 
 class TestLossless:
-    @pytest.mark.parametrize("plan", ["off", *PLANS, MIXED])
+    @pytest.mark.parametrize("plan", cases("off", *PLANS, MIXED))
     def test_greedy_text_is_that_of_plain_decoding(self, models: Models, greedy: Plain, plan: str) -> None:
         made = make_engine(models.llm, plan, {"ssm": models.ssm})
         same(made.answers(greedy.asked, greedy.params), greedy.answers)
         alone_again = [made.answers([greedy.asked[i]], [greedy.params[i]])[0] for i in range(3)]
         same(alone_again, greedy.answers[:3])
 
-    @pytest.mark.parametrize("plan", PLANS)
+    @pytest.mark.parametrize("plan", cases(*PLANS))
     def test_sampled_text_is_that_of_plain_decoding_with_the_same_seed(
         self, models: Models, sampled: Plain, plan: str
     ) -> None:
         assert len({tuple(answer.tokens) for answer in sampled.answers}) == len(sampled.answers)
         same(make_engine(models.llm, plan, {"ssm": models.ssm}).answers(sampled.asked, SAMPLED), sampled.answers)
 
-    @pytest.mark.parametrize("plan", PLANS)
+    @pytest.mark.parametrize("plan", cases(*PLANS))
     def test_prompts_enter_beside_decoding_requests(self, models: Models, long_last: Plain, plan: str) -> None:
         made = make_engine(models.llm, plan, {"ssm": models.ssm}, max_running=4)
         told = []

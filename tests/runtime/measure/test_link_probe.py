@@ -68,6 +68,7 @@ def test_a_sum_is_the_mean_of_a_chain_over_ranks() -> None:
     assert reduce_us([chains.tolist(), (chains + 2).tolist()]) == 22.0  # lower quartile of 21, 21, 23, 41, 41, 81, 81
 
 
+@pytest.mark.ranks
 def test_links_between_two_processes_are_measured() -> None:
     pytest.importorskip("torch")
     transfers, reduces = probe_links(2)
@@ -76,6 +77,7 @@ def test_links_between_two_processes_are_measured() -> None:
         assert 0 < times[SIZES[0]] < times[SIZES[-1]], "4 MiB take longer than 1 KiB"
 
 
+@pytest.mark.ranks
 def test_ranks_that_fail_are_a_toolchain_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from flexspec.errors import ToolchainError
     from flexspec.runtime.distributed import processes

@@ -38,6 +38,7 @@ def arguments(models: tuple[Path, Path]) -> list[str]:
     return ["plan", str(llm), "--ssm", str(ssm), "--machine", "cpu2", "--context", "64", "--dtype", "f32"]
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(usable_cores() < 2, reason="needs a core for each of two ranks")
 def test_two_plans_run_and_are_told_line_by_line(models: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("torch")
