@@ -145,7 +145,8 @@ def _failure(compiler: str, isa: str, source: str, done: subprocess.CompletedPro
     return CompileError(
         f"{compiler} failed for {isa} with {describe_exit(done.returncode)}:\n{words}\n",
         "generated C++ that compiles",
-        "report this with the compiler version; a newer g++ (12 or later) may help",
+        "correct what you changed in kernels/templates/cpu, kernels/cpu/emitters or a weight format; if nothing, "
+        "report this with the compiler version (a newer g++, 12 or later, may help)",
     )
 
 

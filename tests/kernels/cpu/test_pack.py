@@ -60,7 +60,8 @@ def test_rows_of_bytes_are_padded_to_whole_tiles(
 def test_entries_stack_alternate_and_join(stored: WeightFormat) -> None:
     rng = np.random.default_rng(1)
     shapes = {"q": (24, 33), "k": (8, 33), "gate": (20, 40), "up": (20, 40), "a": (5,), "b": (30,)}
-    values = {name: rng.integers(-9, 9, shape).astype(np.float32) for name, shape in shapes.items()}
+    random = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    values = {name: stored.decode(stored.encode(x)) for name, x in random.items()}  # which the format holds
     tables = (values["q"], values["q"] + 1)
     entries = {
         "matrix": PackedWeight("matrix", ("q", "k"), stored),
