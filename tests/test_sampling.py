@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sampling_values import SAMPLING_VALUES
 
 from flexspec.cli.main import build_parser
 from flexspec.cli.sampling_options import sampling_params
@@ -17,26 +18,15 @@ from repository import ROOT
 
 NAMES = [field.name for field in fields(SamplingParams)]
 BASE = SamplingParams(temperature=1.0)
-# A value of each parameter that is not BASE's, and the same as words of the command line.
-OTHERS: dict[str, tuple[Any, list[str]]] = {
-    "max_tokens": (5, ["--max-tokens", "5"]),
-    "temperature": (0.5, ["--temperature", "0.5"]),
-    "top_p": (0.5, ["--top-p", "0.5"]),
-    "top_k": (2, ["--top-k", "2"]),
-    "min_p": (0.5, ["--min-p", "0.5"]),
-    "seed": (-3, ["--seed", "-3"]),
-    "stop": (("a", "b"), ["--stop", "a", "--stop", "b"]),
-    "ignore_eos": (True, ["--ignore-eos"]),
-}
 
 
-def test_this_table_has_every_parameter() -> None:
-    assert set(OTHERS) == set(NAMES) == set(sampling_fields())
+def test_the_table_of_values_has_every_parameter() -> None:
+    assert set(SAMPLING_VALUES) == set(NAMES) == set(sampling_fields())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_generate_has_an_option_for_it(name: str) -> None:
-    value, words = OTHERS[name]
+    value, words = SAMPLING_VALUES[name].other, SAMPLING_VALUES[name].words
     command = ["generate", "x.fspec", "-p", "hello"]
     parser = build_parser("generate")
     assert sampling_params(parser.parse_args([*command, *words])) == replace(SamplingParams(), **{name: value})
@@ -52,7 +42,7 @@ def test_the_page_of_the_http_interface_names_it(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_shapes_the_law_is_what_travels_to_ranks_that_draw_by_it(name: str) -> None:
     logits = np.array([3.0, 2.5, 1.0, 0.0, -2.0], np.float32)
-    changed = replace(BASE, **{name: OTHERS[name][0]})
+    changed = replace(BASE, **{name: SAMPLING_VALUES[name].other})
     changes = not np.array_equal(target_law(logits, BASE), target_law(logits, changed))
     assert (changes or name == "seed") == (name in LAW_FIELDS)  # a seed decides what is drawn by the law
 

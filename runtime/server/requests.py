@@ -8,10 +8,10 @@ engine's 0.0: a client that leaves it out gets what it gets elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from flexspec.errors import RequestError, TokenizerError
 from flexspec.runtime.server.messages import parse_messages, refuse_unencodable
@@ -74,23 +74,30 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] = False
 
 
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def _with_sampling_fields(body: type[Body]) -> type[Body]:
+    """``body`` and those sampling parameters that it does not declare, with the type and default of SamplingParams."""
+    types = get_type_hints(SamplingParams)
+    missing = {f.name: (types[f.name], f.default) for f in fields(SamplingParams) if f.name not in body.model_fields}
+    return create_model(body.__name__, __base__=body, __doc__=body.__doc__, **missing)  # type: ignore[call-overload, no-any-return]
+
+
+@_with_sampling_fields
 class GenerateBody(BaseModel):
-    """Parameters of both endpoints; every field of SamplingParams is one, with HTTP's own defaults."""
+    """Parameters of both endpoints: every field of SamplingParams, of which those that differ in HTTP are declared."""
 
     model_config = ConfigDict(strict=True)
     model: str
     max_tokens: int | None = None
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
     seed: int | None = None
     stop: str | list[str] | None = None
     n: int = Field(default=1, ge=1, le=1024)
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    ignore_eos: bool = False
 
 
 class ChatBody(GenerateBody):
@@ -104,9 +111,6 @@ class CompletionBody(GenerateBody):
     """POST /v1/completions. The prompt is checked by ``parse_prompts``: its union is too wide for good messages."""
 
     prompt: Any = Field(json_schema_extra={"description": "string, strings, token ids, or lists of token ids"})
-
-
-Body = TypeVar("Body", bound=GenerateBody)
 
 
 def read_chat(body: Mapping[str, object], tokenizer: Tokenizer, chat: ChatRenderer | None, limits: ServerLimits) -> Ask:
@@ -246,7 +250,7 @@ def _validate(shape: type[Body], body: Mapping[str, object], neutral: Mapping[st
 
 
 def _type_error(
-    where: tuple[int | str, ...], kind: str, message: str, value: object, shape: type[GenerateBody]
+    where: tuple[int | str, ...], kind: str, message: str, value: object, shape: type[BaseModel]
 ) -> RequestError:
     name = str(where[0])
     if name == "stream_options" and len(where) > 1:
