@@ -16,6 +16,7 @@ from flexspec.models.fused_state import graft_fuse_head
 from flexspec.models.registry import build_model
 from flexspec.text import parse_graph, print_graph
 from flexspec.types import DType
+from repository import ROOT
 
 CONFIG = ModelConfig("llama", 32, 16, 3, 2, 1, 8, 24, 1e-5, 64)
 
@@ -69,14 +70,17 @@ def test_passes_keep_the_contract_and_are_idempotent() -> None:
     assert run_passes(graph, LLM_PASSES).hash() == once.hash() != graph.hash()
 
 
+@pytest.mark.parametrize("name", dict.fromkeys(step.name for step in (*LLM_PASSES, *SSM_PASSES)))
+def test_the_page_of_graphs_has_its_row(name: str) -> None:
+    assert f"\n| `{name}` |" in (ROOT / "docs/design/graph.md").read_text()
+
+
 def test_dumps_are_numbered_and_parse_back(tmp_path: Path) -> None:
     graph = build_model(CONFIG, DType.F32)
     lowered = run_passes(graph, LLM_PASSES, tmp_path / "ir")
     files = sorted((tmp_path / "ir").iterdir())
-    assert [file.name for file in files] == [
-        "00_input.fsg", "01_attention_modes.fsg", "02_dead_values.fsg", "03_fuse_swiglu.fsg",
-        "04_fuse_projections.fsg", "05_fuse_residual.fsg",
-    ]  # fmt: skip
+    names = ["input", *(step.name for step in LLM_PASSES)]
+    assert [file.name for file in files] == [f"{number:02d}_{name}.fsg" for number, name in enumerate(names)]
     assert parse_graph(files[0].read_text()) == graph
     assert parse_graph(files[-1].read_text()) == lowered
 
