@@ -52,7 +52,7 @@ def test_compile_then_generate_with_and_without_speculation(tmp_path: Path, arti
         ("generate {artifact} -p x --context 10", "FS502", "or raise --context"),
         ("generate {artifact} -p x --context 9000", "FS502", "2 to 256, the model's own"),
         ("generate {llm} -p x", "FS401", "tiny.gguf is a model, not an artifact"),
-        ("serve {ssm} --port 0", "FS401", "out='ssm.fspec')), then give ssm.fspec"),
+        ("serve {ssm} --port 0", "FS401", "out='ssm.fspec')), then pass ssm.fspec"),
         ("generate {artifact} -p x --kv-tokens 1", "FS502", "--kv-tokens"),
         ("compile {llm} -o {folder}/x.fspec --isa mmx", "FS301", "--isa mmx"),
         ("compile {folder}/no.gguf -o {folder}/x.fspec", "FS203", "no.gguf"),
