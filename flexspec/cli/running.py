@@ -31,7 +31,10 @@ def draft_plans_help() -> str:
     for record in drafter_records():
         name = ", ".join([*record.sources(2), "..."]) if record.runs_ssms else record.name
         lines.append(f"    {name:18}{record.help}{' (only where named)' if record.order is None else ''}")
-        lines += [f"    {'':4}{option.name + '=N':14}{option.help}" for option in record.options]
+        lines += [
+            f"    {'':4}{option.name + '=N':14}{option.help}; 1 to {option.highest}, default {option.default}"
+            for option in record.options
+        ]
     return _METHODS + "".join(f"{line}\n" for line in lines)
 
 

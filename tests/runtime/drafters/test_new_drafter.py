@@ -142,7 +142,7 @@ def test_it_has_its_words_in_draft_plans_and_help() -> None:
     assert DraftPlan.parse("budget:9/steps=5/sources=after").option("steps") == 5
     assert str(default_draft(2)) == "budget:24/sources=suffix+after+ngram+ssm+ssm2"
     assert "after             what follows each token\n" in draft_plans_help()
-    assert "steps=N       tokens it looks ahead\n" in draft_plans_help()
+    assert "steps=N       tokens it looks ahead; 1 to 9, default 3\n" in draft_plans_help()
     with pytest.raises(RequestError, match="steps 10"):
         DraftPlan.parse("budget:9/steps=10")
 
