@@ -71,6 +71,8 @@ def _records(folders: tuple[str, ...]) -> tuple[DrafterRecord, ...]:
     records: list[DrafterRecord] = [importlib.import_module(f"flexspec.drafters.{name}").DRAFTER for name in names]
     for name, record in zip(names, records, strict=True):
         assert record.name == name, f"flexspec/drafters/{name}.py declares {record.name}"
+    options = [option.name for record in records for option in record.options]
+    assert len(set(options)) == len(options), f"two drafters have an option of one name: {sorted(options)}"
     return tuple(sorted(records, key=lambda record: (record.order is None, record.order or 0, record.name)))
 
 

@@ -47,7 +47,7 @@ def _part_record(part: ModelPart, packed: tuple[Place, ...]) -> PartRecord:
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         outputs=sizes.outputs,
-        max_positions=config.max_positions,
+        max_positions=min(config.max_positions, sizes.max_positions),  # a learned table may be shorter
         feature_columns=sizes.feature_columns,
         reads_features=sizes.reads_features,
         parameters=sum(value.type.elements({}) for value in part.graph.inputs_of(Role.WEIGHT)),

@@ -32,7 +32,7 @@ from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.runtime.reference.ranks import ReferenceRanks
 from flexspec.types import DType
 
-POSITIONS = 64
+POSITIONS = 64  # rows of the family's table, fewer than its config.json promises
 FAMILY = '''
 """A Llama with a table of positions."""
 
@@ -48,7 +48,7 @@ def build_learned(config, dtype, *, taps=(), name="llm"):
 
 
 def _embed(b, step, config, name):
-    table = b.weight("embed_positions.weight", (config.max_positions, config.hidden_size))
+    table = b.weight("embed_positions.weight", (64, config.hidden_size))
     return b.add(embed_tokens(b, step, config, ""), b.embedding(step.positions_T, table), name=name)
 
 
@@ -75,7 +75,7 @@ def write_folder(folder: Path) -> Path:
     """A Hugging Face folder of the family, with a tokenizer."""
     weights = tiny_models.random_weights(VOCAB)
     table_PE = np.random.default_rng(5).standard_normal((POSITIONS, tiny_models.HIDDEN)).astype(np.float32)
-    settings = {"architectures": ["LearnedForCausalLM"], "max_position_embeddings": POSITIONS, "rope_theta": None}
+    settings = {"architectures": ["LearnedForCausalLM"], "max_position_embeddings": 4 * POSITIONS, "rope_theta": None}
     tiny_models.write_huggingface(folder, {**weights, "wpe.weight": table_PE}, **settings)
     tokenizer = open_model(tiny_models.write_gguf(folder / "llama.gguf", weights)).tokenizer_json
     assert tokenizer is not None
@@ -84,7 +84,7 @@ def write_folder(folder: Path) -> Path:
 
 
 def graph_of(*, taps: tuple[int, ...] = ()) -> Graph:
-    return build_model(tiny_config(family="learned", max_positions=POSITIONS), DType.F32, taps=taps)
+    return build_model(tiny_config(family="learned"), DType.F32, taps=taps)
 
 
 def steps(executor: Executor, vocab: int) -> list[np.ndarray]:
@@ -123,7 +123,7 @@ def test_its_positions_count() -> None:
 
 @pytest.mark.usefixtures("learned")
 def test_a_folder_is_compiled_and_served(tmp_path: Path) -> None:
-    """Up to the last position, with speculation as without; no prompt goes beyond."""
+    """Up to the table's last position, with speculation as without; no prompt goes beyond."""
     options = CompileOptions(DType.F32, isas=supported_isas()[:1])
     artifact, _ = compile_model(write_folder(tmp_path / "llm"), [], tmp_path / "x.fspec", options, argv=["flexspec"])
     answers = []
