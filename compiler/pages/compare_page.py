@@ -1,4 +1,4 @@
-"""Predicted against measured as a page of tables and as JSON."""
+"""Predicted and measured times as a page of tables and as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from flexspec.compiler.pages.predicted_lines import ALL, Outcome, spearman, worst_ratio
 
-_LEAST_US = 0.5  # smaller lines say nothing
+_LEAST_US = 0.5  # smaller lines are not shown
 
 
 def compare_page(outcomes: Sequence[Outcome], about: str) -> str:
@@ -17,31 +17,33 @@ def compare_page(outcomes: Sequence[Outcome], about: str) -> str:
         "",
         f"{'':3s}{'plan':44s} {'batch':>5s} {'rows':>4s}  {'predicted ms':>12s}  {'measured ms':>11s}  ratio",
     ]
-    for number, each in enumerate(outcomes, 1):
-        trial = each.trial
+    for number, outcome in enumerate(outcomes, 1):
+        trial = outcome.trial
         lines.append(
-            f"{number:2d} {trial.name:44s} {trial.batch:5d} {trial.rows:4d}  {each.predicted_us / 1e3:12.2f}  "
-            f"{each.measured_us / 1e3:11.2f}  {each.ratio:5.2f}"
+            f"{number:2d} {trial.name:44s} {trial.batch:5d} {trial.rows:4d}  {outcome.predicted_us / 1e3:12.2f}  "
+            f"{outcome.measured_us / 1e3:11.2f}  {outcome.ratio:5.2f}"
         )
     lines += ["", verdict(outcomes)]
-    for number, each in enumerate(outcomes, 1):
-        lines += ["", f"{number} {each.trial.name}, batch {each.trial.batch}: microseconds of a round"]
-        lines += _table(each)
+    for number, outcome in enumerate(outcomes, 1):
+        lines += ["", f"{number} {outcome.trial.name}, batch {outcome.trial.batch}: microseconds of a round"]
+        lines += _table(outcome)
     return "\n".join(lines) + "\n"
 
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
-    """How well the model orders the plans, and how far it is off."""
-    rank = spearman([each.predicted_us for each in outcomes], [each.measured_us for each in outcomes])
+    """How well the model ranks the plans, and its largest error."""
+    rank = spearman([outcome.predicted_us for outcome in outcomes], [outcome.measured_us for outcome in outcomes])
     return f"{len(outcomes)} plans: rank correlation (Spearman) {rank:.3f}, worst ratio {worst_ratio(outcomes):.2f}"
 
 
 def compare_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """The same, with every line."""
     return {
-        "spearman": spearman([each.predicted_us for each in outcomes], [each.measured_us for each in outcomes]),
+        "spearman": spearman(
+            [outcome.predicted_us for outcome in outcomes], [outcome.measured_us for outcome in outcomes]
+        ),
         "worst_ratio": worst_ratio(outcomes),
-        "plans": [_plan_json(each) for each in outcomes],
+        "plans": [_plan_json(outcome) for outcome in outcomes],
     }
 
 

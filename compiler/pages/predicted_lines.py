@@ -1,8 +1,8 @@
-"""Predicted against measured: the lines of a round that a cost model prices and a run measures, and how they agree.
+"""Predicted and measured: the lines of a round that the cost model prices and a run measures, and how they agree.
 
-A round is a set of lines, (part, what) -> microseconds: operator classes of each stage, hops between, drafting,
-messages, the host. ``predicted_lines`` makes those of the cost model; its sum is the latency of rounds.py. What was
-measured has the same lines (runtime/measure/stamps.py). Nothing here runs anything.
+A round is a set of lines, (part, what) -> microseconds: operator classes of each stage, hops, drafting, messages, the
+host. ``predicted_lines`` computes those of the cost model; their sum is the latency of rounds.py. Measurements have the
+same lines (runtime/measure/stamps.py). Nothing is run here.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A way to run rounds: ``batch`` requests of ``entry``'s draft plan on ``stages``, which ``cuts`` price."""
+    """Rounds to predict and to measure."""
 
     name: str
     stages: tuple[Stage, ...]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[Cut, ...]  # the stages as they are priced
     place: SsmPlace
-    entry: DraftEntry
-    batch: int
+    entry: DraftEntry  # the draft plan
+    batch: int  # requests
 
     @property
     def rows(self) -> int:
@@ -52,12 +52,12 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A trial's lines, as predicted and as measured. ``rounds``: how many were measured."""
+    """A trial's lines, as predicted and as measured."""
 
     trial: Trial
     predicted: Lines
     measured: Lines
-    rounds: int
+    rounds: int  # that were measured
 
     @property
     def predicted_us(self) -> float:
@@ -73,15 +73,15 @@ class Outcome:
         return self.predicted_us / self.measured_us
 
     def parts(self) -> list[str]:
-        """Parts of the round in the order in which they happen."""
-        found = dict.fromkeys(part for part, _ in (*self.predicted, *self.measured))
-        return sorted(found, key=_order)
+        """The parts of the round, in the order in which they happen."""
+        parts = dict.fromkeys(part for part, _ in (*self.predicted, *self.measured))
+        return sorted(parts, key=_order)
 
     def rows(self) -> list[tuple[str, str, float, float]]:
         """(part, what, predicted us, measured us), every part's sum (what is ``ALL``) before its lines."""
         rows: list[tuple[str, str, float, float]] = []
         for part in self.parts():
-            names = dict.fromkeys(what for each, what in (*self.predicted, *self.measured) if each == part)
+            names = dict.fromkeys(what for other, what in (*self.predicted, *self.measured) if other == part)
             lines = [
                 (part, name, self.predicted.get((part, name), 0.0), self.measured.get((part, name), 0.0))
                 for name in names
@@ -100,7 +100,7 @@ def hop_part(number: int) -> str:
 
 
 def _order(part: str) -> tuple[int, int, int]:
-    """Drafting, then each stage and the hop behind it, then messages and the host."""
+    """Drafting, then each stage and the hop after it, then messages and the host."""
     fixed = {DRAFT: (0, 0, 0), MESSAGES: (2, 0, 0), HOST: (3, 0, 0)}
     if part in fixed:
         return fixed[part]
@@ -109,7 +109,7 @@ def _order(part: str) -> tuple[int, int, int]:
 
 
 def predicted_lines(problem: Problem, trial: Trial) -> dict[Line, float]:
-    """What the cost model says of each line of a round of one micro-batch."""
+    """The cost model's lines of a round of one micro-batch."""
     prices = Prices(problem, trial.place, trial.entry, trial.batch)
     cost = round_cost(prices, trial.cuts)
     lines: dict[Line, float] = {}
@@ -175,4 +175,4 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def worst_ratio(outcomes: Sequence[Outcome]) -> float:
     """The largest factor between a round as predicted and as measured."""
-    return max(max(each.ratio, 1 / each.ratio) for each in outcomes)
+    return max(max(outcome.ratio, 1 / outcome.ratio) for outcome in outcomes)
