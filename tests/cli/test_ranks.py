@@ -52,9 +52,11 @@ def told(folder: Path) -> list[str]:
     ("name", "draft", "victim"),
     [
         ("tp2", "auto", 1),
-        ("pp2", "auto", 0),
+        ("tp2", "off", 0),
+        ("pp2", "auto", 1),
+        ("pp2", "off", 0),
         ("ragged", "auto", 2),
-        ("ragged", "off", 1),  # its first stage is of two ranks, and there is a second: what tp2 and pp2 have
+        ("ragged", "off", 1),
     ],
 )
 def test_ranks_answer_like_one_and_end_when_one_is_killed(
