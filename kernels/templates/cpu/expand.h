@@ -4,7 +4,7 @@
 //   W::Tile                     what points to a tile
 //   W::tile(panel, k)           the k-th tile of a panel (all k of one column block)
 //   W::panel_bytes(tiles)       size of a panel
-//   W::row(tile, k)             16 values of row k, exactly, as floats
+//   W::row<N>(tile, k, lane)    N values of row k from `lane` on, exactly, as floats: a register's worth
 // Everything else follows from `row`. Where values are not bfloat16's they are rounded to it, as they would have been
 // at compile time: a program's bits do not depend on how its weights are stored.
 #pragma once
@@ -29,49 +29,55 @@ struct PlainTiles {
 
 namespace fs {
 
-// A tile of format W in element type E: `row` for float, `pair` (rows 2p and 2p + 1) for bfloat16, `one` element.
+// A tile of format W in element type E, a register from `lane` on at a time: `row` k for float, `pair` (rows 2p and
+// 2p + 1) for bfloat16. And `one` element.
 template <class E, class W>
 struct Expand;
 
 template <class W>
 struct Expand<float, W> {
   using Tile = typename W::Tile;
-  static vf row(Tile tile, int k) { return W::row(tile, k); }
-  static float one(Tile tile, int k, int lane) { return W::row(tile, k)[lane]; }
+  static vr row(Tile tile, int k, int lane) { return W::template row<kRegisterLanes>(tile, k, lane); }
+  static float one(Tile tile, int k, int lane) {
+    return row(tile, k, lane / kRegisterLanes * kRegisterLanes)[lane % kRegisterLanes];
+  }
 };
 template <>
 struct Expand<float, weights::f32> {
-  static vf row(const float* tile, int k) { return weights::f32::row(tile, k); }
+  static vr row(const float* tile, int k, int lane) { return weights::f32::row<kRegisterLanes>(tile, k, lane); }
   static float one(const float* tile, int k, int lane) { return tile[k * 16 + lane]; }
 };
 
 template <class W>
 struct Expand<bf16, W> {
   using Tile = typename W::Tile;
-  static void pair(Tile tile, int p, vf& lo, vf& hi) {
-    lo = rounded(W::row(tile, 2 * p)), hi = rounded(W::row(tile, 2 * p + 1));
+  static void pair(Tile tile, int p, int lane, vr& lo, vr& hi) {
+    lo = rounded(tile, 2 * p, lane), hi = rounded(tile, 2 * p + 1, lane);
   }
-  static float one(Tile tile, int k, int lane) { return rounded(W::row(tile, k))[lane]; }
+  static float one(Tile tile, int k, int lane) {
+    return rounded(tile, k, lane / kRegisterLanes * kRegisterLanes)[lane % kRegisterLanes];
+  }
   // The whole tile as bfloat16 stores it.
   static void copy(Tile tile, bf16* out) {
-    for (int p = 0; p < kTileK / 2; p++) {
-      vf lo, hi;
-      pair(tile, p, lo, hi);
-      store(out + p * 32, as_u(hi) | (as_u(lo) >> 16));
-    }
+    for (int p = 0; p < kTileK / 2; p++)
+      for (int lane = 0; lane < 16; lane += kRegisterLanes) {
+        vr lo, hi;
+        pair(tile, p, lane, lo, hi);
+        store(out + p * 32 + lane * 2, (vur)hi | ((vur)lo >> 16));
+      }
   }
 
  private:
-  static vf rounded(vf x) {
-    vu u = as_u(x);
-    return as_f((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
+  static vr rounded(Tile tile, int k, int lane) {
+    vur u = (vur)W::template row<kRegisterLanes>(tile, k, lane);
+    return (vr)((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
   }
 };
 template <>
 struct Expand<bf16, weights::bf16> {
-  static void pair(const bf16* tile, int p, vf& lo, vf& hi) {
-    vu w = load<vu>(tile + p * 32);
-    lo = as_f(w << 16), hi = as_f(w & 0xffff0000u);
+  static void pair(const bf16* tile, int p, int lane, vr& lo, vr& hi) {
+    vur w = load<vur>(tile + p * 32 + lane * 2);
+    lo = (vr)(w << 16), hi = (vr)(w & 0xffff0000u);
   }
   static float one(const bf16* tile, int k, int lane) { return bf16_to_f32(tile[k / 2 * 32 + lane * 2 + k % 2]); }
 };

@@ -16,6 +16,25 @@ typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));
 
+// What one register holds. GCC keeps wider vectors in memory, so the inner loop of products works on registers of these.
+#if defined(__AVX512F__)
+constexpr int kRegisterLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kRegisterLanes = 8;
+#else
+constexpr int kRegisterLanes = 4;
+#endif
+template <class T, int N>
+struct Lanes {
+  typedef T type __attribute__((vector_size(N * sizeof(T))));
+};
+template <int N>
+using vfN = typename Lanes<float, N>::type;
+template <int N>
+using vuN = typename Lanes<uint32_t, N>::type;
+typedef vfN<kRegisterLanes> vr;
+typedef vuN<kRegisterLanes> vur;
+
 using bf16 = uint16_t;  // storage only; arithmetic is float
 
 template <class V, class P>

@@ -50,42 +50,52 @@ inline void end_step() {
 #endif
 }
 
+// The accumulators that fit in registers beside their operands: rows x column blocks at once, and blocks of a single row.
+constexpr int kChunkRows = kRegisterLanes == 4 ? 2 : 4;
+constexpr int kChunkBlocks = kRegisterLanes == 16 ? 4 : 1;
+constexpr int kRowBlocks = kRegisterLanes == 16 ? 4 : kRegisterLanes == 8 ? 2 : 1;
+
 // B(k, nb) -> the tile of k block k and column block nb.
 template <class E, class W = typename PlainFormat<E>::type>
 struct TileProduct {
   using Weights = Expand<E, W>;
   template <int MR, int NB, class B>
   static void chunk(const E* a, int lda, const B& b, int nk, float* c, int ldc, bool init) {
-    vf acc[MR][NB];
+    constexpr int per_block = 16 / kRegisterLanes, NV = NB * per_block;  // registers of a block and of a row
+    vr acc[MR][NV];
     for (int r = 0; r < MR; r++)
-      for (int n = 0; n < NB; n++) acc[r][n] = init ? vf{} : load<vf>(c + r * ldc + n * 16);
+      for (int v = 0; v < NV; v++) acc[r][v] = init ? vr{} : load<vr>(c + r * ldc + v * kRegisterLanes);
     for (int k = 0; k < nk; k++) {
       typename W::Tile tile[NB];
       for (int n = 0; n < NB; n++) tile[n] = b(k, n);
       const E* ak = a + k * kTileK;
       if constexpr (sizeof(E) == 2) {
         for (int p = 0; p < 16; p++) {
-          vf lo[NB], hi[NB];
-          for (int n = 0; n < NB; n++) Weights::pair(tile[n], p, lo[n], hi[n]);
+          vr lo[NV], hi[NV];
+          for (int v = 0; v < NV; v++)
+            Weights::pair(tile[v / per_block], p, v % per_block * kRegisterLanes, lo[v], hi[v]);
           for (int r = 0; r < MR; r++) {
-            vf x0 = splat(bf16_to_f32(ak[r * lda + 2 * p])), x1 = splat(bf16_to_f32(ak[r * lda + 2 * p + 1]));
-            for (int n = 0; n < NB; n++) acc[r][n] = acc[r][n] + x0 * lo[n];
-            for (int n = 0; n < NB; n++) acc[r][n] = acc[r][n] + x1 * hi[n];
+            uint32_t both;  // one load gives the pair to all lanes
+            std::memcpy(&both, ak + r * lda + 2 * p, sizeof(both));
+            vur x = vur{} + both;
+            vr x0 = (vr)(x << 16), x1 = (vr)(x & 0xffff0000u);
+            for (int v = 0; v < NV; v++) acc[r][v] = acc[r][v] + x0 * lo[v];
+            for (int v = 0; v < NV; v++) acc[r][v] = acc[r][v] + x1 * hi[v];
           }
         }
       } else {
         for (int p = 0; p < 32; p++) {
-          vf b_p[NB];
-          for (int n = 0; n < NB; n++) b_p[n] = Weights::row(tile[n], p);
+          vr b_p[NV];
+          for (int v = 0; v < NV; v++) b_p[v] = Weights::row(tile[v / per_block], p, v % per_block * kRegisterLanes);
           for (int r = 0; r < MR; r++) {
-            vf x = splat(ak[r * lda + p]);
-            for (int n = 0; n < NB; n++) acc[r][n] = acc[r][n] + x * b_p[n];
+            vr x = ak[r * lda + p] - vr{};  // minus zero keeps every bit, and costs nothing
+            for (int v = 0; v < NV; v++) acc[r][v] = acc[r][v] + x * b_p[v];
           }
         }
       }
     }
     for (int r = 0; r < MR; r++)
-      for (int n = 0; n < NB; n++) store(c + r * ldc + n * 16, acc[r][n]);
+      for (int v = 0; v < NV; v++) store(c + r * ldc + v * kRegisterLanes, acc[r][v]);
   }
 
   // rows <= 16. With AMX up to 16 rows of A and C are read and written, so both buffers are padded to 16 rows.
@@ -99,8 +109,17 @@ struct TileProduct {
     }
 #endif
     int r = 0;
-    for (; r + 4 <= rows; r += 4) chunk<4, NB>(a + r * lda, lda, b, nk, c + r * ldc, ldc, init);
-    for (; r < rows; r++) chunk<1, NB>(a + r * lda, lda, b, nk, c + r * ldc, ldc, init);
+    for (; r + kChunkRows <= rows; r += kChunkRows)
+      blocks<kChunkRows, NB, kChunkBlocks>(a + r * lda, lda, b, nk, c + r * ldc, ldc, init);
+    for (; r < rows; r++) blocks<1, NB, kRowBlocks>(a + r * lda, lda, b, nk, c + r * ldc, ldc, init);
+  }
+
+  // NB column blocks in chunks of at most `Most`.
+  template <int MR, int NB, int Most, class B>
+  static void blocks(const E* a, int lda, const B& b, int nk, float* c, int ldc, bool init, int from = 0) {
+    constexpr int now = NB < Most ? NB : Most;
+    chunk<MR, now>(a, lda, [&](int k, int n) { return b(k, from + n); }, nk, c, ldc, init);
+    if constexpr (NB > now) blocks<MR, NB - now, Most>(a, lda, b, nk, c + now * 16, ldc, init, from + now);
   }
 
 #if FS_AMX

@@ -5,9 +5,10 @@
 namespace fs::weights {
 
 struct bf16 : PlainTiles<fs::bf16> {
-  static vf row(Tile tile, int k) {
-    vu pair = load<vu>(tile + k / 2 * 32);
-    return as_f(k % 2 ? pair & 0xffff0000u : pair << 16);
+  template <int N>
+  static vfN<N> row(Tile tile, int k, int lane) {
+    vuN<N> pair = load<vuN<N>>(tile + k / 2 * 32 + lane * 2);
+    return (vfN<N>)(k % 2 ? pair & 0xffff0000u : pair << 16);
   }
 };
 

@@ -5,7 +5,10 @@
 namespace fs::weights {
 
 struct f32 : PlainTiles<float> {
-  static vf row(Tile tile, int k) { return load<vf>(tile + k * 16); }
+  template <int N>
+  static vfN<N> row(Tile tile, int k, int lane) {
+    return load<vfN<N>>(tile + k * 16 + lane);
+  }
 };
 
 }  // namespace fs::weights
