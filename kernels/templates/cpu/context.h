@@ -1,8 +1,8 @@
 // The C ABI of one step (kernels/cpu/launch.py mirrors it) and the per-model context: weights, arena, KV pool, team.
 #pragma once
 #include <sys/mman.h>
+#include <time.h>
 
-#include <chrono>
 #include <cstdlib>
 #include <new>
 
@@ -66,7 +66,11 @@ struct Ctx {
   void mark(int tid, int node) {
     if (__builtin_expect(stamps != nullptr, 0) && tid == 0) stamps[node + 1] = now_ns();
   }
-  static int64_t now_ns() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+  static int64_t now_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * int64_t(1000000000) + now.tv_nsec;
+  }
 };
 
 // Zeroed, page-aligned, huge pages when the system has them. Null when the memory cannot be had.

@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__x86_64__)
+#include <xmmintrin.h>  // <immintrin.h> takes longer to compile than a small model
 #endif
 
 namespace fs {

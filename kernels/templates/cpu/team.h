@@ -1,14 +1,12 @@
 // A small thread team of its own: no OpenMP, no spinning while idle. Threads of a step meet at barriers that spin for a
-// moment and then yield, so that a busy machine costs a time slice and not a stall of many.
+// moment and then yield, so that a busy machine costs a time slice and not a stall of many. pthread's own lock and
+// condition: <mutex> and <condition_variable> take longer to compile than a small model.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
 
 #include <atomic>
-#include <condition_variable>
-#include <mutex>
 #include <new>
-#include <vector>
 
 #include "tile.h"
 
@@ -24,9 +22,10 @@ inline void cpu_relax() {
 
 class Team {
  public:
-  explicit Team(int threads) : n_(threads) {}
+  explicit Team(int threads) : n_(threads), workers_(new (std::nothrow) pthread_t[threads]) {}
   // Start the workers; false when the system refuses a thread (std::thread would end the process without exceptions).
   bool start() {
+    if (!workers_) return false;
     for (int t = 1; t < n_; t++) {
       auto* arg = new (std::nothrow) Seat{this, t};
       pthread_t id;
@@ -39,19 +38,18 @@ class Team {
         delete arg;
         return false;
       }
-      workers_.push_back(id);
+      workers_[started_++] = id;
     }
     return true;
   }
   ~Team() {
-    {
-      std::lock_guard<std::mutex> lock(m_);
-      quit_ = true;
-      job_.fetch_add(1);
-    }
-    cv_.notify_all();
-    for (pthread_t w : workers_) pthread_join(w, nullptr);
+    quit_ = true;
+    wake();
+    for (int w = 0; w < started_; w++) pthread_join(workers_[w], nullptr);
+    delete[] workers_;
   }
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
   int size() const { return n_; }
 
   // Run f(thread) on every thread of the team; the caller is thread 0.
@@ -59,13 +57,7 @@ class Team {
   void run(const F& f) {
     fn_ = [](const void* p, int t) { (*static_cast<const F*>(p))(t); };
     arg_ = &f;
-    if (n_ > 1) {
-      {
-        std::lock_guard<std::mutex> lock(m_);
-        job_.fetch_add(1, std::memory_order_release);
-      }
-      cv_.notify_all();
-    }
+    if (n_ > 1) wake();
     call(0);
     barrier();  // the job's end
   }
@@ -90,6 +82,12 @@ class Team {
   };
 
  private:
+  void wake() {
+    pthread_mutex_lock(&m_);
+    job_.fetch_add(1, std::memory_order_release);  // with the lock held: a worker between its look and its wait sees it
+    pthread_mutex_unlock(&m_);
+    pthread_cond_broadcast(&cv_);
+  }
   // Denormals only slow arithmetic down here (softmax tails); AMX flushes them by definition.
   void call(int t) {
 #if defined(__x86_64__)
@@ -108,8 +106,9 @@ class Team {
     for (;;) {
       for (int spins = 0; spins < 2000 && job_.load(std::memory_order_acquire) == seen; spins++) cpu_relax();
       if (job_.load(std::memory_order_acquire) == seen) {
-        std::unique_lock<std::mutex> lock(m_);
-        cv_.wait(lock, [&] { return job_.load() != seen; });
+        pthread_mutex_lock(&m_);
+        while (job_.load() == seen) pthread_cond_wait(&cv_, &m_);
+        pthread_mutex_unlock(&m_);
       }
       seen++;
       if (quit_) return;
@@ -119,9 +118,10 @@ class Team {
   }
 
   int n_;
-  std::vector<pthread_t> workers_;
-  std::mutex m_;
-  std::condition_variable cv_;
+  pthread_t* workers_;
+  int started_ = 0;
+  pthread_mutex_t m_ = PTHREAD_MUTEX_INITIALIZER;
+  pthread_cond_t cv_ = PTHREAD_COND_INITIALIZER;
   std::atomic<int> job_{0}, arrived_{0}, generation_{0};
   bool quit_ = false;
   void (*fn_)(const void*, int) = nullptr;

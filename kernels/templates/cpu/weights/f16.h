@@ -1,5 +1,9 @@
 // IEEE float16: [32 k][16 n], 1 KiB. Values are finite: encoding refuses others.
 #pragma once
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 #include "../expand.h"
 
 namespace fs::weights {
