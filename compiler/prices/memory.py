@@ -6,7 +6,7 @@ activations from profile.peak_bytes and scratch from the same sum; a test checks
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from flexspec.compiler.prices.machine import Device
@@ -52,7 +52,8 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        return int(sum(astuple(self))) - self.limit
+        stored = self.weights + self.kv + self.ssm + self.reserve
+        return stored + self.activations + self.tree_scratch + self.buffers
 
     @property
     def free(self) -> int:

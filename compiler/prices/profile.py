@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 from flexspec.arithmetic import ceil_div
 from flexspec.compiler.artifact.plan import Stage
@@ -56,8 +56,13 @@ class RankProfile:
 
     def peak_bytes(self, sizes: Sizes, *, back: bool) -> int:
         """Peak bytes of live activations, in two blocks (and after them, with ``back``)."""
-        nodes = self.graph.nodes
-        return peak_bytes(nodes if back else nodes[: len(nodes) - len(self.calls["back"])], sizes)
+        return _rank_peak_bytes(self, tuple(sizes.items()), back)
+
+
+@lru_cache(maxsize=1 << 12)
+def _rank_peak_bytes(rank: RankProfile, sizes: tuple[tuple[str, int], ...], back: bool) -> int:
+    nodes = rank.graph.nodes
+    return peak_bytes(nodes if back else nodes[: len(nodes) - len(rank.calls["back"])], dict(sizes))
 
 
 def peak_bytes(nodes: Sequence[Node], sizes: Sizes) -> int:

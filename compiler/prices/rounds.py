@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 
 from flexspec.compiler.artifact.ssm_place import SsmPlace
@@ -46,7 +46,8 @@ class Beside:
 
     @property
     def total_us(self) -> float:
-        return float(sum(astuple(self)))
+        before_us = self.hand_over_us + self.broadcast_us + self.broadcast_host_us
+        return before_us + self.host_us + self.draft_us + self.returned_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,8 @@ class Prices:
         machine = problem.machine
         self.rows = entry.rows(requests)
         self.sizes = step_sizes(self.rows, requests, problem.context_tokens)
+        self._sizes = tuple(self.sizes.items())
+        self._beside: dict[tuple[int, int, bool, bool], Beside] = {}  # a search asks for the same few again and again
         self.hidden_bytes = self.rows * problem.llm.hidden_bytes
         self.step_us = machine.step_us.effective
         # A hop also carries the states of earlier layers that an SSM reads: their mean number over all cuts.
@@ -142,7 +145,7 @@ class Prices:
 
     def unit_us(self, kind: int, degree: int, unit: str) -> float:
         """Time of the LLM's front, block or back on a stage."""
-        return _llm_unit_us(self.problem.llm, self.problem.kind(kind), degree, unit, tuple(self.sizes.items()))
+        return _llm_unit_us(self.problem.llm, self.problem.kind(kind), degree, unit, self._sizes)
 
     def draft_us(self, kind: NodeKind, requests: int, *, together: bool) -> float:
         """SSM steps for ``requests`` requests; ``together``: all SSMs share one device, else each has its own."""
@@ -167,6 +170,12 @@ class Prices:
 
     def beside(self, kind: int, degree: int, *, first: bool, last: bool) -> Beside:
         """The parts of a stage's time that are not the model's."""
+        stage = (kind, degree, first, last)
+        if stage not in self._beside:
+            self._beside[stage] = self._parts_beside(*stage)
+        return self._beside[stage]
+
+    def _parts_beside(self, kind: int, degree: int, first: bool, last: bool) -> Beside:
         node = self.problem.kind(kind)
         drafts = self.place.runs_in(first=first, last=last)
         return Beside(
