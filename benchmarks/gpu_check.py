@@ -144,6 +144,7 @@ def check_executor(device: str) -> Check:
     from flexspec.models.llama import build_llama
     from flexspec.runtime.executors.step import StepBatch
     from flexspec.runtime.executors.triton import TritonExecutor
+    from flexspec.runtime.executors.triton_device import GPU, INTERPRETER
     from flexspec.runtime.reference.executor import ReferenceExecutor
     from flexspec.tree import TokenTree
     from flexspec.types import DType
@@ -152,7 +153,7 @@ def check_executor(device: str) -> Check:
     graph = build_llama(config, DType.F32)
     weights = random_weights(graph)
     reference = ReferenceExecutor(graph, weights, 2, 64)
-    ours = TritonExecutor(graph, weights, 2, 64, device)
+    ours = TritonExecutor(graph, weights, 2, 64, GPU if device == "cuda" else INTERPRETER)
     error = 0.0
     tree = TokenTree((7, 11, 13, 11, 17), (-1, 0, 0, 1, 1))
     for nodes, context, causal in ((TokenTree.chain(range(30)), 0, 1), (tree, 30, 0), (TokenTree((5,), (-1,)), 33, 1)):

@@ -19,6 +19,7 @@ SUFFIX = ".fspec"  # of an artifact itself
 _GRAPHS, _GRAPH_END = "graph/", ".fsg"
 _KERNELS = "kernels/"
 _KERNEL_FACTS = "/meta.json"
+_CPU_TARGET = "cpu-"
 
 
 def rank_name(rank: int) -> str:
@@ -69,7 +70,17 @@ def cpu_header(file: str) -> str:
 
 def cpu_target(isa: str) -> str:
     """What the manifest's targets call an instruction set."""
-    return f"cpu-{isa}"
+    return f"{_CPU_TARGET}{isa}"
+
+
+def isa_of(target: str) -> str:
+    """The instruction set of such a target."""
+    return target.removeprefix(_CPU_TARGET)
+
+
+def device_file(device: str, file: str) -> str:
+    """A file that only one device reads: any but CPUs and GPUs, whose files are below and above."""
+    return f"devices/{device}/{file}"
 
 
 def gpu_member(variant: str, file: str) -> str:

@@ -16,7 +16,8 @@ from flexspec.compiler.planner.plan_file import read_plan
 from flexspec.draft_plan import DraftLadder, DraftPlan, default_draft
 from flexspec.errors import CompileError
 from flexspec.kernels.cpu.build import ISA_FLAGS
-from flexspec.kernels.package.compile_model import CompileOptions, compile_model
+from flexspec.kernels.package.compile_model import compile_model
+from flexspec.kernels.package.options import CompileOptions
 from flexspec.progress import Progress
 from flexspec.types import DType
 
@@ -80,7 +81,7 @@ def compile(
         drafts = ranks.ladder.for_batch(1)
     options = CompileOptions(
         dtype=read_dtype(dtype),
-        gpu_targets=_names(targets),
+        targets=_names(targets),
         isas=_isas(isas),
         draft=drafts,
         max_tree_tokens=max_tree,
@@ -122,7 +123,7 @@ def _command(
     if plan is not None:
         words += ["--plan", os.fspath(plan) if isinstance(plan, str | os.PathLike) else layout.PLAN]
     isas = ("none",) if options.isas == () else options.isas
-    for flag, names in (("--target", options.gpu_targets), ("--isa", isas)):
+    for flag, names in (("--target", options.targets), ("--isa", isas)):
         words += [flag, ",".join(names)] if names else []
     words += ["--draft", draft] if draft else []
     return [*words, "--max-tree", str(options.max_tree_tokens)]

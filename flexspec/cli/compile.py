@@ -16,6 +16,7 @@ example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from flexspec.cli.dtype_options import add_dtype_options
     from flexspec.cli.running import draft_plans_help
+    from flexspec.kernels.package.devices.registry import known_targets
 
     parser.epilog = f"{draft_plans_help()}\n{EPILOG}"
     parser.add_argument("model", type=Path, help="a .gguf file or a Hugging Face folder")
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target",
         action="append",
         default=[],
-        help="also compile GPU kernels: sm_80, sm_90, sm_100, gfx942; may be repeated, or separated by commas",
+        help=f"also compile for {', '.join(known_targets())}; may be repeated, or separated by commas",
     )
     parser.add_argument(
         "--isa",

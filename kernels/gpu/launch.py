@@ -14,7 +14,7 @@ from typing import Any
 
 from flexspec.errors import ArtifactError, EngineError, ToolchainError
 from flexspec.kernels.gpu.aot import CompiledKernel, CompiledVariant, triton_version
-from flexspec.kernels.gpu.family import Config, Grid, Variant, family_of
+from flexspec.kernels.gpu.family import Config, Grid, Kernels, Variant, family_of
 from flexspec.kernels.gpu.render import import_source, render
 
 _SHARED_BYTES_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -24,6 +24,16 @@ _STATIC_SHARED_LIMIT = 48 * 1024  # above it a kernel has to ask, CUDA C++ Progr
 def interpreting() -> bool:
     """Whether Triton runs kernels on the CPU in its interpreter (it decides when it is first imported)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+def load_kernels(compiled: CompiledVariant) -> Kernels:
+    """Kernels for the GPU that is there: binaries if the CUDA driver loads them, else compiled from their source.
+
+    Raises as BinaryKernels and SourceKernels.
+    """
+    if compiled.target.backend == "cuda":
+        return BinaryKernels(compiled)
+    return SourceKernels(compiled.variant, compiled.config, compiled.source)
 
 
 class SourceKernels:

@@ -5,58 +5,30 @@ Owns the order of these steps. What each part is called is in compiler/artifact/
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flexspec.compiler.artifact import layout
-from flexspec.compiler.artifact.model_record import GpuRecord
-from flexspec.compiler.artifact.plan import Plan, single_rank
+from flexspec.compiler.artifact.plan import single_rank
 from flexspec.compiler.artifact.tensor_file import map_tensors
 from flexspec.compiler.artifact.write import ArtifactWriter
 from flexspec.compiler.frontends.loaded_model import LoadedModel
 from flexspec.compiler.frontends.open_model import open_model
 from flexspec.compiler.planner.plan_file import check_runnable
-from flexspec.draft_plan import DraftPlan
 from flexspec.drafters.record import DraftTable, drafter_records
-from flexspec.errors import CompileError, TokenizerError
-from flexspec.graph import Graph
-from flexspec.kernels.cpu.build import find_compiler, target_isas
-from flexspec.kernels.gpu.targets import target_of
-from flexspec.kernels.package.cpu import CpuPackage
+from flexspec.errors import TokenizerError
+from flexspec.kernels.package.devices.registry import PackageInputs, SharedRecords, chosen_targets, packagers
+from flexspec.kernels.package.options import CompileOptions
 from flexspec.kernels.package.pairing import check_pairing
 from flexspec.kernels.package.parts import ModelPart, build_parts
 from flexspec.kernels.package.ranks import add_ranks
 from flexspec.kernels.package.record import model_record
-from flexspec.kernels.package.weight_store import WeightStore
 from flexspec.progress import Progress
 from flexspec.text import print_graph
-from flexspec.types import DType, WeightFormat
 
-
-@dataclass(frozen=True, slots=True)
-class CompileOptions:
-    """What the user may choose."""
-
-    dtype: DType = DType.BF16
-    gpu_targets: tuple[str, ...] = ()  # sm_80, gfx942...
-    isas: tuple[str, ...] | None = None  # CPU instruction sets; None: all of this machine's kind; (): no CPU program
-    draft: DraftPlan = DraftPlan("off")
-    max_tree_tokens: int = 64
-    dump_ir: Path | None = None
-    plan: Plan | None = None  # of several ranks; None is one rank
-    weights: WeightFormat | None = None  # how weight matrices are stored; None: as numbers of ``dtype``
-
-    @property
-    def cpu_isas(self) -> tuple[str, ...]:
-        return target_isas() if self.isas is None else self.isas
-
-    @property
-    def targets(self) -> list[str]:
-        """As the manifest names them."""
-        return [*map(layout.cpu_target, self.cpu_isas), *self.gpu_targets]
+if TYPE_CHECKING:
+    from flexspec.kernels.gpu.package import ResourceRows
 
 
 def compile_model(
@@ -67,13 +39,13 @@ def compile_model(
     *,
     argv: Sequence[str],
     progress: Progress = lambda what, done, of: None,
-) -> tuple[Path, list[dict[str, Any]]]:
+) -> tuple[Path, ResourceRows]:
     """Compile and write ``out``; returns its path and the GPU resource table (empty without GPU targets).
 
     A C++ compiler is needed for CPU programs only. Raises the loaders' errors, CompileError, ToolchainError,
     TokenizerError.
     """
-    _check_targets(options)
+    targets = chosen_targets(options)  # a wrong name should fail before minutes of work
     progress("reading the model files", 0, 1)
     llm = open_model(llm_path)
     ssms = [open_model(path) for path in ssm_paths]
@@ -86,49 +58,27 @@ def compile_model(
         check_runnable(plan, llm.config.layers, len(ssms))
     parts = build_parts(llm, llm_path, ssms, ssm_paths, options.dtype, options.weights, options.dump_ir)
     with ArtifactWriter(out) as writer:
-        cpu, weights, packed = CpuPackage(writer, options.cpu_isas), WeightStore(writer), {}
+        records = SharedRecords()
+        packages = [
+            packagers()[device].open(PackageInputs(names, options, writer, records, progress))
+            for device, names in targets.items()
+        ]
         for done, part in enumerate(parts):
             progress("compiling programs and packing weights", done, len(parts))
-            packed[part.name] = cpu.add(part.name, part.lowered, part.get, weights)
+            for package in packages:
+                package.add_model(part.name, part.lowered, part.get)
         progress("compiling programs and packing weights", len(parts), len(parts))
-        ranks: list[Graph] = []
         if options.plan is not None:
-            for_gpus = bool(options.gpu_targets)
-            ranks = add_ranks(writer, cpu, parts[0], plan, options.dump_ir, progress, for_gpus=for_gpus)
-        rows, gpu = _add_gpu_parts(writer, parts, ranks, options, progress)
-        cpu.add_headers()
+            add_ranks(writer, packages, records, parts[0], plan, options.dump_ir, progress)
+        for package in packages:
+            package.finish()
         _add_tables(writer, parts, ssm_paths)
-        writer.add_json(layout.CHECKS, cpu.digests)
+        writer.add_json(layout.CHECKS, records.digests)
         writer.add_json(layout.PLAN, plan.to_json())
-        writer.add_json(layout.MODELS, model_record(parts, options.dtype, options.weights, packed, gpu).to_json())
-        path = writer.finish(argv=argv, targets=options.targets, tools=_tools(options))
-    return path, rows
-
-
-def _check_targets(options: CompileOptions) -> None:
-    """A wrong name should fail before minutes of work, and so should an artifact that nothing could run."""
-    for target in options.gpu_targets:
-        target_of(target)
-    if not options.targets:
-        raise CompileError(
-            "no CPU program and no GPU target: nothing could run the artifact",
-            "--isa none together with --target",
-            "name a GPU architecture (--target sm_90), or leave --isa out",
-        )
-
-
-def _add_gpu_parts(
-    writer: ArtifactWriter,
-    parts: Sequence[ModelPart],
-    ranks: Sequence[Graph],
-    options: CompileOptions,
-    progress: Progress,
-) -> tuple[list[dict[str, Any]], GpuRecord | None]:
-    if not options.gpu_targets:
-        return [], None
-    from flexspec.kernels.package.gpu import add_gpu_parts
-
-    return add_gpu_parts(writer, parts, options.gpu_targets, options.max_tree_tokens, progress, ranks)
+        writer.add_json(layout.MODELS, model_record(parts, options.dtype, options.weights, records).to_json())
+        names = [name for names in targets.values() for name in names]
+        path = writer.finish(argv=argv, targets=names, tools=records.tools)
+    return path, records.resources
 
 
 def _add_tables(writer: ArtifactWriter, parts: Sequence[ModelPart], ssm_paths: Sequence[Path]) -> None:
@@ -154,17 +104,3 @@ def _add_table(
     if file is not None:
         table.check(map_tensors(file, fix=table.rebuild), vocab_size, str(file))
         writer.add_file(member, file)
-
-
-def _tools(options: CompileOptions) -> dict[str, str]:
-    """Versions of what made the kernels."""
-    tools = {}
-    if options.cpu_isas:
-        compiler = find_compiler()
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-        tools["c++"] = next(iter(version.splitlines()), compiler)
-    if options.gpu_targets:
-        from flexspec.kernels.gpu.aot import triton_version
-
-        tools["triton"] = triton_version()
-    return tools

@@ -6,60 +6,54 @@ which takes them in their dtype: what the graphs store otherwise is expanded her
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.model_record import GpuRecord
-from flexspec.compiler.artifact.write import ArtifactWriter
 from flexspec.graph import Graph, Value
 from flexspec.kernels.cpu.pack import GetWeight
-from flexspec.kernels.gpu.family import kernel_variants
-from flexspec.kernels.gpu.package import ResourceRows, package_kernels
-from flexspec.kernels.package.parts import ModelPart
+from flexspec.kernels.gpu.aot import triton_version
+from flexspec.kernels.gpu.family import Variant, kernel_variants
+from flexspec.kernels.gpu.package import package_kernels
+from flexspec.kernels.package.devices.registry import PackageInputs
 from flexspec.kernels.package.weight_store import Place, WeightStore
 from flexspec.types import DType, Role
 from flexspec.weight_formats.registry import encode_weight, plain_format, stored_values
 
 
-def add_gpu_parts(
-    writer: ArtifactWriter,
-    models: Sequence[ModelPart],
-    targets: Sequence[str],
-    max_tree_tokens: int,
-    progress: Callable[[str, int, int], None],
-    rank_graphs: Sequence[Graph] = (),
-) -> tuple[ResourceRows, GpuRecord]:
-    """Compile and store the kernels, then the weights; returns the kernels' resource table and model.json's part.
+class GpuPackage:
+    """The GPUs' share of an artifact (devices/registry.py: DevicePackage).
 
-    ``rank_graphs``: parts of the LLM whose kernels are stored too (their weights are package/ranks.py's). Raises
-    CompileError for an unknown target or a node that its kernel family cannot serve, ToolchainError without Triton.
+    Raises CompileError for a node that its kernel family cannot serve, ToolchainError without Triton.
     """
-    graphs = [*(model.lowered for model in models), *rank_graphs]
-    variants = [variant for graph in graphs for variant in kernel_variants(graph, max_tree_tokens).values()]
-    progress("compiling GPU kernels", 0, len(targets))
-    rows = package_kernels(variants, targets, writer.add_bytes)
-    progress("compiling GPU kernels", len(targets), len(targets))
-    store = WeightStore(writer)
-    weights = {}
-    for i, model in enumerate(models):
-        progress("storing weights for GPUs", i, len(models))
-        weights[model.name] = _add_weights(store, model)
-    progress("storing weights for GPUs", len(models), len(models))
-    return rows, GpuRecord(max_tree_tokens, weights)
 
+    def __init__(self, inputs: PackageInputs) -> None:
+        self._inputs, self._max_tree_tokens = inputs, inputs.options.max_tree_tokens
+        self._store = WeightStore(inputs.writer)
+        self._weights: dict[str, dict[str, Place]] = {}  # of models: each weight's place
+        self._variants: list[Variant] = []
 
-def _add_weights(store: WeightStore, model: ModelPart) -> dict[str, Place]:
-    """Store what no earlier model has; returns each weight's place."""
-    tensors = _canonical(model.lowered, model.get)
-    return store.add(layout.canonical_weights(model.name), tensors, bf16=_bf16(model.lowered))
+    def add_model(self, name: str, graph: Graph, get: GetWeight) -> None:
+        self._add_variants(graph)
+        tensors = _canonical(graph, get)
+        self._weights[name] = self._store.add(layout.canonical_weights(name), tensors, bf16=_bf16(graph))
 
+    def add_rank(self, name: str, graph: Graph, get: GetWeight) -> None:
+        self._add_variants(graph)
+        self._inputs.writer.add_tensors(layout.canonical_weights(name), _canonical(graph, get), bf16=_bf16(graph))
 
-def add_canonical_weights(writer: ArtifactWriter, file: str, graph: Graph, get: GetWeight) -> None:
-    """All weights of a graph in a file of their own."""
-    writer.add_tensors(file, _canonical(graph, get), bf16=_bf16(graph))
+    def finish(self) -> None:
+        """Compile and store the kernels."""
+        targets, records, progress = self._inputs.targets, self._inputs.records, self._inputs.progress
+        progress("compiling GPU kernels", 0, len(targets))
+        records.resources += package_kernels(self._variants, targets, self._inputs.writer.add_bytes)
+        progress("compiling GPU kernels", len(targets), len(targets))
+        records.gpu = GpuRecord(self._max_tree_tokens, self._weights)
+        records.tools["triton"] = triton_version()
+
+    def _add_variants(self, graph: Graph) -> None:
+        self._variants += kernel_variants(graph, self._max_tree_tokens).values()
 
 
 def _canonical(graph: Graph, get: GetWeight) -> dict[str, NDArray[np.generic]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from flexspec.compiler.artifact.model_record import GpuRecord, ModelRecord, PartRecord
+from flexspec.compiler.artifact.model_record import ModelRecord, PartRecord
+from flexspec.kernels.package.devices.registry import SharedRecords
 from flexspec.kernels.package.parts import ModelPart
 from flexspec.kernels.package.weight_store import Place
 from flexspec.step_sizes import step_sizes
@@ -13,13 +14,9 @@ from flexspec.weight_formats.registry import plain_format
 
 
 def model_record(
-    parts: Sequence[ModelPart],
-    dtype: DType,
-    weights: WeightFormat | None,
-    packed: Mapping[str, tuple[Place, ...]],
-    gpu: GpuRecord | None,
+    parts: Sequence[ModelPart], dtype: DType, weights: WeightFormat | None, devices: SharedRecords
 ) -> ModelRecord:
-    """``packed``: by part, where the weights of its CPU program lie; empty without one."""
+    """``devices``: what they have to say of the models."""
     llm = parts[0].model
     return ModelRecord(
         name=llm.name,
@@ -29,8 +26,8 @@ def model_record(
         bos_id=llm.config.bos_id,
         eos_ids=tuple(llm.config.eos_ids),
         special_tokens=dict(llm.special_tokens),
-        models=tuple(_part_record(part, packed[part.name]) for part in parts),
-        gpu=gpu,
+        models=tuple(_part_record(part, devices.weight_tables.get(part.name, ())) for part in parts),
+        gpu=devices.gpu,
     )
 
 

@@ -21,19 +21,20 @@ from flexspec.runtime.backends.registry import Needs
 from flexspec.runtime.distributed.processes import this_rank
 from flexspec.runtime.distributed.shards import TritonShard
 from flexspec.runtime.executors.room import Room
-from flexspec.runtime.executors.triton import TritonExecutor, gpu_architecture
+from flexspec.runtime.executors.triton import TritonExecutor
+from flexspec.runtime.executors.triton_device import GPU, INTERPRETER, TritonDevice, gpu_architecture
 
 _PLAIN_TARGET = "sm_90"  # whose kernels the interpreter would like best; it takes any
 
 
 @dataclass(frozen=True, slots=True)
 class TritonKernels:
-    """The kernels of one architecture, ``target``, on a device that torch calls ``device``."""
+    """The kernels of one architecture, ``target``."""
 
     artifact: OpenedArtifact
     record: GpuRecord
     target: str
-    device: str
+    device: TritonDevice
     name: str
 
     def executor(self, model: str, room: Room) -> TritonExecutor:
@@ -86,13 +87,13 @@ def open_gpu(artifact: OpenedArtifact, needs: Needs) -> TritonKernels:
     if torch.cuda.is_available():
         torch.cuda.set_device(this_rank().local_rank % torch.cuda.device_count())
     target = gpu_architecture()
-    return TritonKernels(artifact, _for_target(artifact, target, needs), target, "cuda", target)
+    return TritonKernels(artifact, _for_target(artifact, target, needs), target, GPU, target)
 
 
 def open_interpreter(artifact: OpenedArtifact, needs: Needs) -> TritonKernels:
     """The source of any kernels that the artifact has. Raises as ``_for_target``."""
     target = next(iter(_built(artifact)), _PLAIN_TARGET)
-    return TritonKernels(artifact, _for_target(artifact, target, needs), target, "cpu", f"interpreted {target}")
+    return TritonKernels(artifact, _for_target(artifact, target, needs), target, INTERPRETER, f"interpreted {target}")
 
 
 def _built(artifact: OpenedArtifact) -> list[str]:

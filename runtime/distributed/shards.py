@@ -19,6 +19,7 @@ from flexspec.runtime.executors.step_times import StepTimes
 if TYPE_CHECKING:
     from flexspec.kernels.gpu.aot import CompiledVariant
     from flexspec.kernels.gpu.family import Variant
+    from flexspec.runtime.executors.triton_device import TritonDevice
 
 
 class Shard(Protocol):
@@ -81,7 +82,7 @@ class TritonShard:
         *,
         pages: int,
         max_rows: int,
-        device: str,
+        device: TritonDevice,
         compiled: Mapping[Variant, CompiledVariant],
         max_tree_tokens: int,
     ) -> None:

@@ -16,19 +16,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flexspec.errors import CompileError, ToolchainError, WeightError
+from flexspec.errors import CompileError, WeightError
 from flexspec.graph import Attr, Graph, Node, as_int
-from flexspec.kernels.gpu.aot import CompiledVariant, compile_variant
+from flexspec.kernels.gpu.aot import CompiledVariant
 from flexspec.kernels.gpu.attention.launch import SPLIT_KEYS
-from flexspec.kernels.gpu.family import Config, Kernels, KernelStep, Run, Variant, family_of, kernel_variants
-from flexspec.kernels.gpu.launch import BinaryKernels, SourceKernels, interpreting
-from flexspec.kernels.gpu.targets import TARGETS
+from flexspec.kernels.gpu.family import Kernels, KernelStep, Run, Variant, family_of, kernel_variants
 from flexspec.kernels.reference import TORCH_DTYPES, weight_tensor
 from flexspec.ops.bounds import POSITIONS, input_bound
 from flexspec.ops.record import Reference, record_of, sent_values
 from flexspec.runtime.executors.step import StepBatch, StepResult
 from flexspec.runtime.executors.top_successors import top_successors
-from flexspec.types import DType, Role
+from flexspec.runtime.executors.triton_device import GPU, TritonDevice
+from flexspec.types import Role
 
 # A node where ranks meet and this rank's operands -> its result.
 Exchange = Callable[[Node, Sequence[torch.Tensor]], torch.Tensor]
@@ -65,15 +64,16 @@ class TritonExecutor:
         weights: Mapping[str, NDArray[Any]],
         pages: int,
         max_rows: int,
-        device: str = "cuda",
+        device: TritonDevice = GPU,
         *,
         compiled: Mapping[Variant, CompiledVariant] | None = None,
         max_tree_tokens: int = 64,
         split_keys: int = SPLIT_KEYS,
         exchange: Exchange | None = None,
     ) -> None:
-        _check_device(graph, device)
-        self.graph, self.pages, self.max_rows, self.device = graph, pages, max_rows, torch.device(device)
+        device.check(graph)
+        self.graph, self.pages, self.max_rows, self.device = graph, pages, max_rows, torch.device(device.torch_name)
+        self._load = device.kernels
         self._exchange = exchange
         sent = sent_values(graph)
         types = graph.types()
@@ -159,13 +159,7 @@ class TritonExecutor:
 
     def _kernels_for(self, variant: Variant) -> Kernels:
         if variant not in self._kernels:
-            compiled = self._compiled.get(variant)
-            if compiled is None:
-                self._kernels[variant] = SourceKernels(variant, _config_for(variant, self.device))
-            elif self.device.type == "cuda" and compiled.target.backend == "cuda":
-                self._kernels[variant] = BinaryKernels(compiled)
-            else:
-                self._kernels[variant] = SourceKernels(variant, compiled.config, compiled.source)
+            self._kernels[variant] = self._load(variant, self._compiled.get(variant))
         return self._kernels[variant]
 
     def _step_inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:
@@ -201,23 +195,6 @@ def _instructions(graph: Graph, max_tree_tokens: int, *, alone: bool) -> tuple[_
     return tuple(program)
 
 
-def _config_for(variant: Variant, device: torch.device) -> Config:
-    """The configuration that fits this GPU: the one the budget check of its target takes."""
-    if device.type != "cpu" and (name := gpu_architecture(device)) in TARGETS:
-        return compile_variant(variant, name).config
-    plain: Config = family_of(variant.family).plain_config
-    return plain
-
-
-def gpu_architecture(device: torch.device | str = "cuda") -> str:
-    """Name of a GPU's architecture as ``--target`` takes it: sm_90, gfx942, ... Raises ToolchainError without a GPU."""
-    if not torch.cuda.is_available():
-        raise ToolchainError("no CUDA device", "one that torch can use", "run it with --device cpu")
-    if torch.version.hip is not None:
-        return str(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
-    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-
-
 def _place_weights(graph: Graph, weights: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
     placed: dict[str, torch.Tensor] = {}
     for value in graph.inputs_of(Role.WEIGHT):
@@ -227,18 +204,3 @@ def _place_weights(graph: Graph, weights: Mapping[str, NDArray[Any]], device: to
             raise WeightError(f"weight {value.name} {found}", str(value.type), "load the checkpoint of this graph")
         placed[value.name] = weight_tensor(value, array).to(device)
     return placed
-
-
-def _check_device(graph: Graph, device: str) -> None:
-    if device.startswith("cuda"):
-        gpu_architecture(device)
-    if device == "cpu" and not interpreting():
-        raise ToolchainError(
-            "Triton kernels on the CPU", "TRITON_INTERPRET=1 in the environment",
-            "set it before Python starts, or use the CPU backend",
-        )  # fmt: skip
-    if device == "cpu" and any(value.type.dtype is DType.BF16 for value in graph.inputs):
-        raise ToolchainError(
-            "a bf16 model in Triton's interpreter", "f32 or f16 (the interpreter computes bf16 products wrongly)",
-            "build the graph in f32 (flexspec compile --dtype f32)",
-        )  # fmt: skip

@@ -36,7 +36,8 @@ from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.errors import EngineError, PlanError
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.cpu.exchange import split_logits
-from flexspec.kernels.package.compile_model import CompileOptions, compile_model
+from flexspec.kernels.package.compile_model import compile_model
+from flexspec.kernels.package.options import CompileOptions
 from flexspec.progress import Progress
 from flexspec.runtime.distributed.processes import RankProcesses, RanksFailed, start_ranks
 from flexspec.runtime.measure.plan_process import PlanProcess, times_file

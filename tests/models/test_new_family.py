@@ -23,7 +23,8 @@ from flexspec.compiler.partition.cut_ranks import partition
 from flexspec.errors import CapacityError
 from flexspec.graph import Graph
 from flexspec.kernels.cpu.build import supported_isas
-from flexspec.kernels.package.compile_model import CompileOptions, compile_model
+from flexspec.kernels.package.compile_model import compile_model
+from flexspec.kernels.package.options import CompileOptions
 from flexspec.models import registry
 from flexspec.models.registry import build_model, families
 from flexspec.runtime.executors.pages import pack_rows

@@ -23,6 +23,7 @@ from flexspec.kernels.reference import run_graph
 from flexspec.ops import record
 from flexspec.runtime.executors.pages import pack_rows
 from flexspec.runtime.executors.triton import TritonExecutor
+from flexspec.runtime.executors.triton_device import INTERPRETER
 from flexspec.text import parse_graph, print_graph
 from flexspec.types import DType
 from flexspec.verifier import verify
@@ -124,7 +125,7 @@ def capped_on_triton() -> dict[str, float]:
         weights = random_weights(graph, scale=1.0)
         ids = [3, 39, 0, 17]
         batch = pack_rows([chain_rows(ids, 0, [0])])
-        logits = TritonExecutor(graph, weights, 1, 16, "cpu").step(batch, want_logits=True).logits_LV
+        logits = TritonExecutor(graph, weights, 1, 16, INTERPRETER).step(batch, want_logits=True).logits_LV
         assert logits is not None
         capped = bound * np.tanh(weights["embed"][ids] / bound)
         errors[str(bound)] = float(np.abs(logits - capped @ weights["head"].T).max())

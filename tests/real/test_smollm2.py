@@ -22,7 +22,8 @@ from flexspec.compiler.frontends.open_model import check_weights, open_model
 from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.kernels.cpu.build import supported_isas
-from flexspec.kernels.package.compile_model import CompileOptions, compile_model
+from flexspec.kernels.package.compile_model import compile_model
+from flexspec.kernels.package.options import CompileOptions
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model, expected_weights
 from flexspec.runtime.drafters.base import Drafter, DraftRequest

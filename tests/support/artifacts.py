@@ -17,7 +17,8 @@ from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.manifest import FileEntry, decode_manifest, encode_manifest
 from flexspec.draft_plan import DraftPlan
 from flexspec.kernels.cpu.build import supported_isas
-from flexspec.kernels.package.compile_model import CompileOptions, compile_model
+from flexspec.kernels.package.compile_model import compile_model
+from flexspec.kernels.package.options import CompileOptions
 from flexspec.types import DType
 
 VOCAB = len(tiny_models.byte_level_tokens())

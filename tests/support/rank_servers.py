@@ -13,7 +13,8 @@ from tiny_models import random_weights, write_gguf, write_huggingface
 from flexspec.compiler.artifact.plan import Plan, Stage
 from flexspec.draft_plan import DraftLadder, DraftPlan
 from flexspec.kernels.cpu.build import supported_isas
-from flexspec.kernels.package.compile_model import CompileOptions, compile_model
+from flexspec.kernels.package.compile_model import compile_model
+from flexspec.kernels.package.options import CompileOptions
 from flexspec.runtime.open.engine import open_engine
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.sampling import SamplingParams

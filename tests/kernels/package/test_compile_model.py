@@ -17,7 +17,8 @@ from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.draft_plan import DraftPlan
 from flexspec.errors import ArtifactError, CompileError
 from flexspec.kernels.cpu.build import supported_isas
-from flexspec.kernels.package.compile_model import CompileOptions, compile_model
+from flexspec.kernels.package.compile_model import compile_model
+from flexspec.kernels.package.options import CompileOptions
 from flexspec.runtime.open.engine import open_engine
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.types import DType
@@ -31,7 +32,7 @@ def gpu_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made where no C++ compiler is."""
     folder = tmp_path_factory.mktemp("gpu")
     llm, ssm = gpu_serve.write_models(folder)
-    options = CompileOptions(DType.F32, gpu_targets=("sm_90",), isas=(), draft=DraftPlan.parse(gpu_serve.DRAFTS[1]))
+    options = CompileOptions(DType.F32, targets=("sm_90",), isas=(), draft=DraftPlan.parse(gpu_serve.DRAFTS[1]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", os.devnull)
         patch.delenv("CXX", raising=False)

@@ -17,19 +17,32 @@ from flexspec.runtime.backends.registry import _NO_BACKEND, DEFAULT_BACKEND, bac
 from repository import ROOT, SOURCE_FOLDERS, python_files
 
 DEVICE_NAMES = {"device", "processor"}
-# Here "device" is torch's, or the file is a backend's own.
-OWN = ("runtime/backends/*", "runtime/executors/triton.py", "kernels/gpu/*")
+# The files of backends, and of kernels that one kind of device runs.
+OWN = ("runtime/backends/*", "kernels/gpu/*")
 
 
 def comparisons(source: str) -> Iterator[str]:
-    """Places where a device or processor is compared with a text."""
+    """Places where a device, its type or its processor is compared with a text."""
     for node in ast.walk(ast.parse(source)):
+        operands: list[ast.expr] = []
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]
-            names = {getattr(operand, "attr", getattr(operand, "id", "")) for operand in operands}
-            texts = [operand for operand in operands if isinstance(operand, ast.Constant)]
-            if names & DEVICE_NAMES and any(isinstance(text.value, str) for text in texts):
-                yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "startswith":
+            operands = [node.func.value, *node.args]
+        names = {getattr(part, "attr", getattr(part, "id", "")) for part in names_in(operands)}
+        texts = [operand for operand in operands if isinstance(operand, ast.Constant)]
+        if names & DEVICE_NAMES and any(isinstance(text.value, str) for text in texts):
+            yield ast.unparse(node)
+
+
+def names_in(operands: list[ast.expr]) -> Iterator[ast.expr]:
+    """The operands, and what their attributes are of: ``x.device`` of ``x.device.type``."""
+    for operand in operands:
+        while True:
+            yield operand
+            if not isinstance(operand, ast.Attribute):
+                break
+            operand = operand.value
 
 
 def test_no_device_is_known_by_name_outside_its_backend() -> None:
@@ -40,7 +53,13 @@ def test_no_device_is_known_by_name_outside_its_backend() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("text", ['x.device == "cpu"', 'device != "cpu"', '"gpu" == kind.device.processor'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        'x.device == "cpu"', 'device != "cpu"', '"gpu" == kind.device.processor', 'x.device.type == "cuda"',
+        'device.startswith("cu")',
+    ],
+)  # fmt: skip
 def test_the_search_finds_a_comparison(text: str) -> None:
     assert list(comparisons(text)) and not list(comparisons("kind == device"))
 

@@ -19,8 +19,9 @@ from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.draft_plan import DraftPlan
 from flexspec.errors import ArtifactError, CapacityError, RequestError, ToolchainError
 from flexspec.kernels.cpu.build import supported_isas
-from flexspec.kernels.package.compile_model import CompileOptions, compile_model
+from flexspec.kernels.package.compile_model import compile_model
 from flexspec.kernels.package.gpu import canonical_weight
+from flexspec.kernels.package.options import CompileOptions
 from flexspec.models.config import ModelConfig
 from flexspec.models.llama import build_llama
 from flexspec.retype import store_weights

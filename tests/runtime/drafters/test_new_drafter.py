@@ -22,7 +22,8 @@ from flexspec.draft_plan import DraftPlan, default_draft
 from flexspec.drafters.record import drafter_records
 from flexspec.errors import ArtifactError, RequestError
 from flexspec.kernels.cpu.build import supported_isas
-from flexspec.kernels.package.compile_model import CompileOptions, compile_model
+from flexspec.kernels.package.compile_model import compile_model
+from flexspec.kernels.package.options import CompileOptions
 from flexspec.runtime.open.engine import open_engine
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.sampling import SamplingParams

@@ -19,6 +19,7 @@ from flexspec.models.llama import build_llama
 from flexspec.models.registry import build_model
 from flexspec.runtime.executors.step import StepBatch
 from flexspec.runtime.executors.triton import TritonExecutor
+from flexspec.runtime.executors.triton_device import INTERPRETER
 from flexspec.tree import TokenTree
 from flexspec.types import PAGE_TOKENS, DType, Role
 
@@ -67,7 +68,7 @@ class Pair:
 
         weights = random_weights(graph)
         self.reference = ReferenceExecutor(graph, weights, PAGES, 128)
-        self.triton = TritonExecutor(graph, weights, PAGES, 128, "cpu", **options)
+        self.triton = TritonExecutor(graph, weights, PAGES, 128, INTERPRETER, **options)
         self.expected: list[int] = []
         self.tokens: list[int] = []
         self.difference = 0.0
@@ -179,7 +180,7 @@ def refusals() -> dict[str, str]:
     }
     for name, (each, arrays) in wrong.items():
         try:
-            TritonExecutor(each, arrays, PAGES, 16, "cpu")
+            TritonExecutor(each, arrays, PAGES, 16, INTERPRETER)
         except (ToolchainError, WeightError) as error:
             told[name] = str(error)
     return told
@@ -237,7 +238,7 @@ def test_device_that_cannot_run_the_kernels_is_told() -> None:
 
     graph = build_llama(CONFIG, DType.F32)
     with pytest.raises(ToolchainError, match="TRITON_INTERPRET=1"):
-        TritonExecutor(graph, random_weights(graph), PAGES, 16, "cpu")
+        TritonExecutor(graph, random_weights(graph), PAGES, 16, INTERPRETER)
     if not torch.cuda.is_available():
         with pytest.raises(ToolchainError, match="no CUDA device"):
             TritonExecutor(graph, random_weights(graph), PAGES, 16)

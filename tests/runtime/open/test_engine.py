@@ -17,7 +17,8 @@ from flexspec.compiler.artifact.ngram_table import build_table, save_table
 from flexspec.draft_plan import DraftPlan
 from flexspec.errors import ArtifactError, CapacityError, CompileError, RequestError
 from flexspec.kernels.cpu.build import supported_isas
-from flexspec.kernels.package.compile_model import CompileOptions, compile_model
+from flexspec.kernels.package.compile_model import compile_model
+from flexspec.kernels.package.options import CompileOptions
 from flexspec.runtime.engine.complete import Completion
 from flexspec.runtime.open.engine import open_engine
 from flexspec.runtime.open.serve_options import ServeOptions
