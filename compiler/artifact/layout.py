@@ -1,6 +1,6 @@
 """Where everything lies in an artifact: the name of each member is spelled in this file and nowhere else.
 
-``name`` is what a graph is called in it: a model (llm, ssm, ssm2...), or a rank's part of the LLM (llm.rankN).
+``name`` is a graph's name in the artifact: a model (llm, ssm, ssm2...) or a rank's part of the LLM (llm.rankN).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable
 MANIFEST = "manifest.json"  # digests of all other members (artifact/manifest.py)
 MODELS = "model.json"  # the models in order (artifact/model_record.py)
 PLAN = "plan.json"  # stages, ranks, draft plans (artifact/plan.py)
-RANKS = "ranks.json"  # each rank of a plan of several (artifact/rank_record.py)
-CHECKS = "checks.json"  # digests of the self-tests: graph's name -> instruction set -> sha256
+RANKS = "ranks.json"  # one record a rank, in plans of several (artifact/rank_record.py)
+CHECKS = "checks.json"  # digests of the self-tests: graph name -> instruction set -> sha256
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 SUFFIX = ".fspec"  # of an artifact itself
@@ -23,7 +23,7 @@ _CPU_TARGET = "cpu-"
 
 
 def rank_name(rank: int) -> str:
-    """What a rank's part of the LLM is called."""
+    """The name of a rank's part of the LLM."""
     return f"llm.rank{rank}"
 
 
@@ -39,7 +39,7 @@ def graph_names(members: Iterable[str]) -> list[str]:
 
 
 def drafter_table(drafter: str) -> str:
-    """The table of a drafter that needs one (flexspec/drafters/record.py); in SSM folders too."""
+    """The table of a drafter that needs one (flexspec/drafters/record.py); an SSM folder uses the same name."""
     return f"{drafter}.safetensors"
 
 
@@ -69,7 +69,7 @@ def cpu_header(file: str) -> str:
 
 
 def cpu_target(isa: str) -> str:
-    """What the manifest's targets call an instruction set."""
+    """The name of an instruction set among the manifest's targets."""
     return f"{_CPU_TARGET}{isa}"
 
 
@@ -79,7 +79,7 @@ def isa_of(target: str) -> str:
 
 
 def device_file(device: str, file: str) -> str:
-    """A file that only one device reads: any but CPUs and GPUs, whose files are below and above."""
+    """A file for one device other than CPUs and GPUs, whose files have functions of their own."""
     return f"devices/{device}/{file}"
 
 
@@ -89,7 +89,7 @@ def gpu_member(variant: str, file: str) -> str:
 
 
 def gpu_kernel_facts(variant: str) -> str:
-    """What a variant's kernels are: files, hashes, launch facts and resources, target by target."""
+    """The kernels of a variant: files, hashes, launch facts and resources of each target."""
     return f"{_KERNELS}{variant}{_KERNEL_FACTS}"
 
 

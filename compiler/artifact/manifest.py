@@ -36,23 +36,19 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Contents of manifest.json.
-
-    ``targets`` are the machines the kernels were built for (``x86-64-amx``, ``sm_90``, ...), ``tools`` the versions
-    that made it, ``rebuild`` the command that makes it again, ``fields`` whatever the compiler wants to record.
-    """
+    """Contents of manifest.json."""
 
     flexspec_version: str
-    targets: tuple[str, ...]
-    tools: Mapping[str, str]
-    rebuild: str
+    targets: tuple[str, ...]  # what the kernels were built for: cpu-amx, sm_90, ...
+    tools: Mapping[str, str]  # versions of the tools that built it
+    rebuild: str  # the command that builds it again
     files: Mapping[str, FileEntry]
-    fields: Mapping[str, Json] = field(default_factory=dict)
+    fields: Mapping[str, Json] = field(default_factory=dict)  # whatever else the compiler records
     format_version: int = FORMAT_VERSION
 
 
 def damaged(found: str, expected: str) -> ArtifactError:
-    """The error of a table in an artifact that is not what it should be."""
+    """The error for an invalid table in an artifact."""
     return ArtifactError(found, expected, "compile the model again")
 
 
@@ -73,7 +69,7 @@ def canonical_json(value: Json) -> bytes:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The text of manifest.json, closed by a digest over everything else in it."""
+    """The text of manifest.json, with a digest over everything else in it."""
     body: dict[str, Json] = {
         "format_version": manifest.format_version,
         "flexspec_version": manifest.flexspec_version,
@@ -89,7 +85,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(data: bytes, where: str) -> Manifest:
     """Parse and check manifest.json of the artifact ``where``.
 
-    Raises ArtifactError for anything but an unharmed manifest of this format version.
+    Raises ArtifactError unless it is an intact manifest of this format version.
     """
     fix = f"rebuild it: flexspec compile MODEL -o {where}"
     expected = f"{layout.MANIFEST} of an artifact of format version {FORMAT_VERSION}"
@@ -106,7 +102,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise ArtifactError(f"{where}: {layout.MANIFEST} does not match its own checksum", expected, fix)
     manifest = _parse(body)
     if manifest is None:
-        raise ArtifactError(f"{where}: {layout.MANIFEST} lacks a field or has one of a wrong type", expected, fix)
+        raise ArtifactError(f"{where}: {layout.MANIFEST} lacks a field or has one of the wrong type", expected, fix)
     return manifest
 
 

@@ -14,18 +14,15 @@ from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.manifest import damaged
 
 LLM = "llm"
-_MOST = (1 << 62) - 1  # of any count
+_MAX_COUNT = (1 << 62) - 1
 _PLACES = "pairs [file, tensor], one for each weight"
 
 
 @dataclass(frozen=True, slots=True)
 class PartRecord:
-    """One model: "llm", "ssm", "ssm2"... ``weights``: (file, tensor) of each entry of the program's weight table.
+    """What the artifact says of one model."""
 
-    ``keep_ids[i]`` is the token of output i; None when outputs are the vocabulary.
-    """
-
-    name: str
+    name: str  # "llm", "ssm", "ssm2"...
     family: str
     graph_hash: str
     layers: int
@@ -33,26 +30,22 @@ class PartRecord:
     kv_heads: int
     head_dim: int
     vocab_size: int
-    outputs: int
+    outputs: int  # columns of the logits
     max_positions: int
     feature_columns: int
     reads_features: int
     parameters: int
     parameter_bytes: int
-    keep_ids: tuple[int, ...] | None
-    weights: tuple[tuple[str, str], ...]
+    keep_ids: tuple[int, ...] | None  # the token of each output; None: the outputs are the vocabulary
+    weights: tuple[tuple[str, str], ...]  # (file, tensor) of each entry of the program's weight table
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRecord:
-    """What executors on a GPU need beside kernels; only in artifacts that were compiled for one.
+    """What executors on a GPU need besides kernels; only in artifacts compiled for one."""
 
-    ``weights[model][name]`` is (file, tensor) of a weight as the model's graph names it. ``max_tree_tokens``: rows of a
-    token tree that the kernels take, the root counted.
-    """
-
-    max_tree_tokens: int
-    weights: Mapping[str, Mapping[str, tuple[str, str]]]
+    max_tree_tokens: int  # the largest token tree that the kernels take, including its root
+    weights: Mapping[str, Mapping[str, tuple[str, str]]]  # model -> its graph's name of a weight -> (file, tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +55,7 @@ class ModelRecord:
     name: str
     source_hash: str
     dtype: str  # of activations and KV caches
-    weight_format: str  # in which weight matrices are stored
+    weight_format: str  # of the weight matrices
     bos_id: int | None
     eos_ids: tuple[int, ...]
     special_tokens: Mapping[str, str]
@@ -77,7 +70,7 @@ class ModelRecord:
 
 
 def record_from_json(body: object) -> ModelRecord:
-    """Raises ArtifactError when a field is missing, of the wrong kind or contradicts another."""
+    """Raises ArtifactError if a field is missing, has the wrong type or contradicts another."""
     table = Table.of(body, layout.MODELS, damaged)
     specials = table.table("special_tokens")
     record = ModelRecord(
@@ -85,8 +78,8 @@ def record_from_json(body: object) -> ModelRecord:
         source_hash=table.text("source_hash"),
         dtype=table.text("dtype"),
         weight_format=table.text("weight_format"),
-        bos_id=None if table.is_null("bos_id") else table.count("bos_id", _MOST, 0),
-        eos_ids=table.counts("eos_ids", _MOST),
+        bos_id=None if table.is_null("bos_id") else table.count("bos_id", _MAX_COUNT, 0),
+        eos_ids=table.counts("eos_ids", _MAX_COUNT),
         special_tokens={name: specials.text(name, blank=True) for name in specials.names()},
         models=tuple(_part(part) for part in table.array("models")),
         gpu=_gpu(table.table("gpu")) if table.has("gpu") else None,
@@ -96,25 +89,26 @@ def record_from_json(body: object) -> ModelRecord:
     if names[:1] != [LLM] or len(set(names)) != len(names):
         raise table.error("models", str(names), f"{LLM} first, then SSMs, each once")
     if record.gpu is not None and sorted(record.gpu.weights) != sorted(names):
-        raise table.error("gpu.weights", f"of {sorted(record.gpu.weights)}", "those of every model")
+        raise table.error("gpu.weights", f"weights of {sorted(record.gpu.weights)}", f"of {sorted(names)}")
     return record
 
 
 def _part(table: Table) -> PartRecord:
-    numbers = {field.name: table.count(field.name, _MOST, 0) for field in fields(PartRecord) if field.type == "int"}
+    integers = [field.name for field in fields(PartRecord) if field.type == "int"]
+    numbers = {name: table.count(name, _MAX_COUNT, 0) for name in integers}
     texts = {name: table.text(name) for name in ("name", "family", "graph_hash")}
     keep_ids = None if table.is_null("keep_ids") else table.counts("keep_ids", numbers["vocab_size"] - 1)
     weights = tuple(_place(table, "weights", row) for row in table.rows("weights", _PLACES))
     table.done()
     if numbers["outputs"] != (numbers["vocab_size"] if keep_ids is None else len(keep_ids)):
-        raise table.error("outputs", f"{numbers['outputs']}", "one for each token of the vocabulary or of keep_ids")
+        raise table.error("outputs", f"{numbers['outputs']}", "one per token of the vocabulary or of keep_ids")
     return PartRecord(**texts, **numbers, keep_ids=keep_ids, weights=weights)  # type: ignore[arg-type]
 
 
 def _gpu(table: Table) -> GpuRecord:
     models = table.tables("weights")
     record = GpuRecord(
-        max_tree_tokens=table.count("max_tree_tokens", _MOST, 0),
+        max_tree_tokens=table.count("max_tree_tokens", _MAX_COUNT, 0),
         weights={
             model: {name: _place(places, name, places.texts(name)) for name in places.names()}
             for model, places in models.items()

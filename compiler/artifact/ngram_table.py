@@ -1,7 +1,7 @@
 """A back-off n-gram table counted over token sequences: building, pruning, writing and reading its file.
 
-flexspec/drafters/ngram.py says what the table is, runtime/drafters/ngram.py looks up in it. The same sequences give the
-same bytes.
+flexspec/drafters/ngram.py defines the table, runtime/drafters/ngram.py reads from it. The same sequences give the same
+bytes.
 """
 
 from __future__ import annotations
@@ -27,25 +27,21 @@ from flexspec.drafters.ngram import (
 from flexspec.errors import TuneError
 
 MIN_BYTES = 16_384
-_HEADER_BYTES = 512  # of the file, for each level and for the rest
+_HEADER_BYTES = 512  # in the file: once a level and once for the rest
 
 Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(slots=True)
-class _Level:
-    """Counts of one context length, one entry per (context, next token), contexts ascending.
-
-    ``shorter_C``: the context of the level below without the oldest token; ``below_N``: that context's entry for the
-    same next token.
-    """
+class _LevelCounts:
+    """Counts for contexts C of one length: one entry N per (context, next token), contexts ascending."""
 
     hash_C: NDArray[np.uint64]
-    shorter_C: NDArray[np.int64]
+    shorter_C: NDArray[np.int64]  # the context without its oldest token, in the level below
     context_N: NDArray[np.int64]
     token_N: NDArray[np.int64]
     count_N: NDArray[np.int64]
-    below_N: NDArray[np.int64]
+    below_N: NDArray[np.int64]  # the entry of the shorter context for the same next token
 
 
 def build_table(
@@ -53,8 +49,8 @@ def build_table(
 ) -> Arrays:
     """Count answers (prompts only give context) and return the table's arrays, at most ``max_bytes`` once saved.
 
-    ``order`` 4 means contexts of up to three tokens. Raises TuneError when there is nothing to count or the bounds make
-    no table.
+    ``order`` 4 means contexts of up to three tokens. Raises TuneError if there is nothing to count or ``order`` or
+    ``max_bytes`` is out of range.
     """
     if not 2 <= order <= MAX_ORDER or max_bytes < MIN_BYTES:
         raise TuneError(
@@ -85,23 +81,23 @@ def load_table(path: Path) -> Arrays:
 def _flatten(
     sequences: Iterable[tuple[Sequence[int], Sequence[int]]], reach: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Token stream, positions of the answer tokens in it, and how many tokens of context each has (<= reach)."""
+    """The token stream, the positions of answer tokens in it, and each one's context length (<= reach)."""
     stream: list[int] = []
     target: list[int] = []
-    have: list[int] = []
+    lengths: list[int] = []
     for prompt, answer in sequences:
         tail = list(prompt[-reach:])
         first = len(stream) + len(tail)
         stream += tail
         stream += answer
         target += range(first, len(stream))
-        have += [min(reach, len(tail) + i) for i in range(len(answer))]
-    return np.array(stream, np.int64), np.array(target, np.int64), np.array(have, np.int64)
+        lengths += [min(reach, len(tail) + i) for i in range(len(answer))]
+    return np.array(stream, np.int64), np.array(target, np.int64), np.array(lengths, np.int64)
 
 
 def _count(
     stream_N: NDArray[np.int64], target_M: NDArray[np.int64], reach_M: NDArray[np.int64], longest: int
-) -> list[_Level]:
+) -> list[_LevelCounts]:
     """Levels 0 .. longest. A context is named by (its shorter context, its oldest token), so names nest."""
     vocab = int(stream_N.max()) + 1
     rows_M = np.arange(len(target_M))
@@ -110,7 +106,7 @@ def _count(
     entry_M = np.zeros(len(target_M), np.int64)
     hash_C = np.zeros(1, np.uint64)
     shorter_C = np.zeros(1, np.int64)
-    levels: list[_Level] = []
+    levels: list[_LevelCounts] = []
     for n in range(longest + 1):
         if n:
             rows_M = rows_M[reach_M[rows_M] >= n]
@@ -124,7 +120,7 @@ def _count(
         )
         below = entry_M[rows_M[first]]
         entry_M[rows_M] = inverse
-        levels.append(_Level(hash_C, shorter_C, pairs // vocab, pairs % vocab, count, below))
+        levels.append(_LevelCounts(hash_C, shorter_C, pairs // vocab, pairs % vocab, count, below))
     return levels
 
 
@@ -134,15 +130,15 @@ def _extend_hashes(state_C: NDArray[np.uint64], token_C: NDArray[np.int64]) -> N
     return mixed ^ (mixed >> np.uint64(29))
 
 
-def _totals(level: _Level) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _totals(level: _LevelCounts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Per context: occurrences and distinct next tokens."""
     contexts = len(level.hash_C)
     total = np.bincount(level.context_N, weights=level.count_N, minlength=contexts).astype(np.int64)
     return total, np.bincount(level.context_N, minlength=contexts)
 
 
-def _gains(levels: list[_Level]) -> list[NDArray[np.float64]]:
-    """What an entry is worth: its count times the log of how much it raises the back-off's estimate (Stolcke 1998)."""
+def _gains(levels: list[_LevelCounts]) -> list[NDArray[np.float64]]:
+    """The gain of an entry: its count times the log of how much it raises the back-off's estimate (Stolcke 1998)."""
     gains: list[NDArray[np.float64]] = []
     below = np.zeros(0)
     for n, level in enumerate(levels):
@@ -161,7 +157,7 @@ def _gains(levels: list[_Level]) -> list[NDArray[np.float64]]:
     return gains
 
 
-def _ranks(level: _Level) -> NDArray[np.int64]:
+def _ranks(level: _LevelCounts) -> NDArray[np.int64]:
     """Rank of each entry inside its context: most frequent first, then lowest token."""
     order = np.lexsort((level.token_N, -level.count_N, level.context_N))
     first = np.searchsorted(level.context_N, np.arange(len(level.hash_C)))
@@ -171,9 +167,9 @@ def _ranks(level: _Level) -> NDArray[np.int64]:
 
 
 def _fit(
-    levels: list[_Level], gains: list[NDArray[np.float64]], max_bytes: int, entry_bytes: int
+    levels: list[_LevelCounts], gains: list[NDArray[np.float64]], max_bytes: int, entry_bytes: int
 ) -> list[NDArray[np.bool_]]:
-    """Entries to keep: the SUCCESSORS best of a context, above the lowest gain that fits ``max_bytes``."""
+    """Entries to keep: the best SUCCESSORS of each context, above the lowest gain that fits ``max_bytes``."""
     eligible = [_ranks(level) < SUCCESSORS for level in levels]
 
     def keep(threshold: float) -> list[NDArray[np.bool_]]:
@@ -194,7 +190,7 @@ def _fit(
     return keep(high)
 
 
-def _pack(levels: list[_Level], masks: list[NDArray[np.bool_]], wide: bool) -> Arrays:
+def _pack(levels: list[_LevelCounts], masks: list[NDArray[np.bool_]], wide: bool) -> Arrays:
     """The flat arrays of each level, contexts ascending by key, successors by rank."""
     arrays: Arrays = {"meta": np.array([FORMAT, len(levels)], np.int64)}
     for n, (level, keep) in enumerate(zip(levels, masks, strict=True)):
@@ -206,7 +202,7 @@ def _pack(levels: list[_Level], masks: list[NDArray[np.bool_]], wide: bool) -> A
         keys, starts = np.unique(key_C[context], return_index=True)
         mass = (total + types).astype(np.float64)
         if n == 0:
-            mass = total.astype(np.float64)  # nothing below the unigrams: no mass is handed down
+            mass = total.astype(np.float64)  # nothing below the unigrams, so no mass backs off
         arrays[f"keys.{n}"] = keys.astype(np.uint32)
         arrays[f"starts.{n}"] = np.append(starts, len(entries)).astype(np.uint32)
         arrays[f"backoff.{n}"] = _codes((types / mass)[context[starts]])
@@ -216,7 +212,7 @@ def _pack(levels: list[_Level], masks: list[NDArray[np.bool_]], wide: bool) -> A
 
 
 def _without_clashes(key_C: NDArray[np.int64], total_C: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The keys, -1 for a context whose key a more frequent (then earlier) one holds."""
+    """The keys; -1 for a context whose key belongs to a more frequent (or else earlier) one."""
     order = np.lexsort((-total_C, key_C))
     repeated_C = np.zeros(len(key_C), np.bool_)
     repeated_C[order[1:]] = key_C[order[1:]] == key_C[order[:-1]]

@@ -33,7 +33,7 @@ class Artifact:
     def file(self, name: str) -> Path:
         """Path of a member. Raises ArtifactError if the artifact has no file of that name."""
         if name not in self.manifest.files:
-            raise ArtifactError(f"{self.root.name} holds no {name}", "an artifact with that file", self._fix())
+            raise ArtifactError(f"{self.root.name} has no {name}", "an artifact with that file", self._fix())
         return self.root / name
 
     def fingerprint(self) -> str:
@@ -78,7 +78,7 @@ def open_artifact(path: Path, *, check_digests: bool = True) -> Artifact:
     """Open and check the artifact at ``path``.
 
     Sizes of all files and digests of small ones are always checked; ``check_digests=False`` skips the digests of large
-    files (about 0.2 s per 300 MB). Raises ArtifactError naming the file that is wrong and the command that rebuilds it.
+    files (about 0.2 s per 300 MB). Raises ArtifactError naming the damaged file and the command that rebuilds it.
     """
     path = Path(path)
     if _is_model(path):
@@ -98,7 +98,7 @@ def open_artifact(path: Path, *, check_digests: bool = True) -> Artifact:
     try:
         return _open_folder(unpack_to_cache(path), path, check_digests)
     except ArtifactError:
-        forget_unpacked(path)  # what is in the cache may be damaged while the file itself is sound
+        forget_unpacked(path)  # the copy in the cache may be damaged while the file itself is intact
         return _open_folder(unpack_to_cache(path), path, check_digests)
 
 

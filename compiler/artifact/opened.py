@@ -1,7 +1,7 @@
-"""An artifact opened whole: every table read and checked once, then handed to all who need any of it.
+"""An opened artifact: every table is read and checked once, then shared by all who need it.
 
-Serving on one process, each rank of several, measuring and inspecting all take what they need from here. Graphs and
-weights are read when they are asked for. What the files are called is in ``layout.py``, their bytes are ``open.py``'s.
+Serving in one process, each of several ranks, measuring and inspecting all read from here. Graphs and weights are read
+on demand. ``layout.py`` names the files, ``open.py`` reads their bytes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Place = tuple[str, str]  # file, tensor
 
 @dataclass(frozen=True, slots=True)
 class OpenedArtifact:
-    """Everything an artifact says, checked. A ``name`` is a model's, or ``layout.rank_name`` of a rank's part."""
+    """The checked contents of an artifact. A ``name`` is that of a model, or ``layout.rank_name`` of a rank's part."""
 
     files: Artifact
     record: ModelRecord
     plan: Plan
-    ranks: tuple[RankRecord, ...]  # of a plan of several ranks, in order; empty for one
-    digests: Mapping[str, Mapping[str, str]]  # of the self-tests: name -> instruction set -> sha256
+    ranks: tuple[RankRecord, ...]  # in order; empty in a plan of one rank
+    digests: Mapping[str, Mapping[str, str]]  # name -> instruction set -> sha256 of the self-test
     _graphs: dict[str, Graph] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -46,7 +46,7 @@ class OpenedArtifact:
 
     @classmethod
     def of(cls, files: Artifact) -> OpenedArtifact:
-        """Read the tables of an artifact. Raises ArtifactError for one that is missing or malformed."""
+        """Read the tables of an artifact. Raises ArtifactError if one is missing or malformed."""
         several = layout.RANKS in files.names()
         return cls(
             files,
@@ -67,7 +67,7 @@ class OpenedArtifact:
 
     @property
     def fix(self) -> str:
-        """What to do about anything that is wrong in it."""
+        """The fix that every error about this artifact names."""
         return f"rebuild it: {self.manifest.rebuild}"
 
     @property
@@ -79,7 +79,7 @@ class OpenedArtifact:
         return layout.graph_names(self.files.names())
 
     def graph(self, name: str) -> Graph:
-        """The lowered graph, parsed and verified. Raises ArtifactError, and GraphTextError or GraphError."""
+        """The lowered graph, parsed and verified. Raises ArtifactError, GraphTextError or GraphError."""
         if name not in self._graphs:
             file = layout.graph_file(name)
             try:
@@ -99,11 +99,11 @@ class OpenedArtifact:
         return self.files.file(layout.cpu_library(name, isa))
 
     def digest(self, name: str, isa: str) -> str | None:
-        """Of the program's self-test; None where the compiling machine could not run ``isa``."""
+        """The digest of the program's self-test; None if the compiling machine could not run ``isa``."""
         return self.digests.get(name, {}).get(isa)
 
     def packed_weights(self, name: str) -> list[AnyArray]:
-        """The arrays of the CPU program's weight table, in its order. Raises ArtifactError for one that is missing."""
+        """The arrays of the CPU program's weight table, in its order. Raises ArtifactError if one is missing."""
         part = self._rank(name)
         if part is not None:
             file = layout.packed_weights(name)
@@ -111,18 +111,18 @@ class OpenedArtifact:
         return self._tensors(name, self._model(name).weights)
 
     def canonical_weights(self, name: str) -> dict[str, AnyArray]:
-        """The weights of a graph by their names in it, in its dtypes. Raises ArtifactError for one that is missing."""
+        """The weights of a graph by their names in it, in its dtypes. Raises ArtifactError if one is missing."""
         if self._rank(name) is not None:
             file = layout.canonical_weights(name)
             places = {value.name: (file, value.name) for value in self.graph(name).inputs_of(Role.WEIGHT)}
         elif self.record.gpu is not None:
             places = dict(self.record.gpu.weights[self._model(name).name])
         else:
-            raise ArtifactError(f"{self.name} holds no weights for GPUs", "those of every model", self.fix)
+            raise ArtifactError(f"{self.name} has no weights for GPUs", "weights of every model", self.fix)
         return dict(zip(places, self._tensors(name, places.values()), strict=True))
 
     def _tensors(self, name: str, places: Iterable[Place]) -> list[AnyArray]:
-        """One array for each place; a model may use another one's file."""
+        """One array per place; a model may use another model's file."""
         wanted = list(places)
         files = {file: self.files.tensors(file) for file in dict.fromkeys(file for file, _ in wanted)}
         missing = next((tensor for file, tensor in wanted if tensor not in files[file]), None)
@@ -131,15 +131,15 @@ class OpenedArtifact:
         return [files[file][tensor] for file, tensor in wanted]
 
     def _check_sizes(self, name: str, graph: Graph) -> None:
-        """What the record says of a model is what its graph has: drafters and pools are sized by the record."""
+        """Check that a model's record agrees with its graph, since drafters and pools are sized by the record."""
         part = next((part for part in self.record.models if part.name == name), None)
         if part is None:
             return
         sizes = step_sizes(graph)
-        found = (sizes.outputs, sizes.id_rows, sizes.feature_columns, sizes.reads_features)
+        actual = (sizes.outputs, sizes.id_rows, sizes.feature_columns, sizes.reads_features)
         recorded = (part.outputs, part.vocab_size, part.feature_columns, part.reads_features)
-        if found != recorded or part.max_positions > sizes.max_positions:
-            raise ArtifactError(f"{layout.MODELS} tells other sizes of {name} than its graph", f"{sizes}", self.fix)
+        if actual != recorded or part.max_positions > sizes.max_positions:
+            raise ArtifactError(f"{layout.MODELS} and the graph of {name} differ in sizes", f"{sizes}", self.fix)
 
     def _rank(self, name: str) -> RankRecord | None:
         return next((record for record in self.ranks if layout.rank_name(record.rank) == name), None)

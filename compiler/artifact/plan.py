@@ -20,7 +20,7 @@ from flexspec.errors import FlexspecError, RequestError
 
 MAX_BLOCKS = 65_536
 MAX_RANKS = 4096
-MOST_MICRO_BATCHES = 16
+MAX_MICRO_BATCHES = 16
 
 Invalid = Callable[[str, str, str], FlexspecError]  # (key of the plan, found, expected) -> the caller's error
 
@@ -30,7 +30,7 @@ class Stage:
     """A pipeline stage: a range of blocks, every matrix of which is split over its ranks."""
 
     first_block: int
-    end_block: int  # not included
+    end_block: int  # exclusive
     ranks: tuple[int, ...]  # as many as the TP degree
 
     @property
@@ -43,7 +43,7 @@ class Plan:
     """What every rank runs, and with which draft plan. Nothing is checked here: see :func:`check_plan`."""
 
     stages: tuple[Stage, ...]
-    ssm_ranks: tuple[tuple[int, ...], ...]  # those that run SSM i; several: data parallel
+    ssm_ranks: tuple[tuple[int, ...], ...]  # the ranks that run SSM i; several: data parallel
     ladder: DraftLadder  # the draft plan of every batch size
     origin: str  # "default", "search", "hand"
     devices: tuple[int, ...] = ()  # the machine's device of each rank; empty: rank r is device r
@@ -54,7 +54,7 @@ class Plan:
     certificate: tuple[tuple[str, Any], ...] = ()  # of planner/prove.py
 
     def micro_batches_for(self, batch: int) -> int:
-        """Micro-batches in flight for this many requests; a plan with one number has it for all."""
+        """Micro-batches in flight for this many requests; a plan's last number holds for all larger batches."""
         if not self.micro_batches:
             return 1
         return self.micro_batches[min(self.ladder.rung_of(batch), len(self.micro_batches) - 1)]
@@ -102,7 +102,7 @@ def check_blocks(planned: int, blocks: int, invalid: Invalid) -> None:
 
 
 def check_plan(plan: Plan, invalid: Invalid) -> None:
-    """Raise ``invalid``'s error for a plan that no ranks can run, whatever the model."""
+    """Raise ``invalid``'s error for a plan that no ranks could run, whatever the model."""
     check_stages(plan.stages, invalid)
     for ranks in plan.ssm_ranks:
         if not ranks or len(set(ranks)) < len(ranks):
@@ -121,15 +121,15 @@ def check_plan(plan: Plan, invalid: Invalid) -> None:
 
 
 def _check_micro_batches(counts: Sequence[int], ladder: DraftLadder, invalid: Invalid) -> None:
-    """One count for each rung of the ladder, at most its batch; or none at all."""
+    """One count per rung of the ladder, at most its batch; or none at all."""
     rungs = ladder.rungs
     if not counts:
         return
     if len(counts) != len(rungs) or any(
-        not 1 <= count <= min(batch, MOST_MICRO_BATCHES) for count, (batch, _) in zip(counts, rungs, strict=True)
+        not 1 <= count <= min(batch, MAX_MICRO_BATCHES) for count, (batch, _) in zip(counts, rungs, strict=True)
     ):
         expected = f"one count for each of the ladder's {len(rungs)} batches, no larger than the batch"
-        raise invalid("micro_batches", show(list(counts)), f"{expected} or than {MOST_MICRO_BATCHES}")
+        raise invalid("micro_batches", show(list(counts)), f"{expected} or than {MAX_MICRO_BATCHES}")
 
 
 def plan_from_json(body: object, source: str = layout.PLAN, fail: Fail = damaged) -> Plan:
@@ -142,7 +142,7 @@ def plan_from_json(body: object, source: str = layout.PLAN, fail: Fail = damaged
         _ladder(table, source, fail),
         table.text("origin"),
         table.counts("devices", MAX_RANKS) if table.has("devices") else (),
-        table.counts("micro_batches", MOST_MICRO_BATCHES, 1) if table.has("micro_batches") else (),
+        table.counts("micro_batches", MAX_MICRO_BATCHES, 1) if table.has("micro_batches") else (),
         table.choice("ssm_place", PLACES).name if table.has("ssm_place") else "",
         table.text("machine") if table.has("machine") else "",
         tuple(sorted(_figures(table).items())),

@@ -1,4 +1,4 @@
-"""``ranks.json`` of an artifact: what each rank of the plan opens, and the groups in which ranks meet."""
+"""``ranks.json`` of an artifact: what each rank of the plan opens, and the groups in which ranks communicate."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ NO_STAGE = -1
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """One rank. ``weights``: tensors of its file in the order of the program's table. ``results``: it has logits.
-
-    A rank that only drafts has ``stage`` NO_STAGE and nothing of the LLM.
-    """
+    """One rank of the plan."""
 
     rank: int
-    stage: int
-    results: bool
-    weights: tuple[str, ...]
-    groups: tuple[tuple[int, ...], ...]  # sorted ranks with whom it reduces, combines or replicates
+    stage: int  # NO_STAGE: it only drafts and has no part of the LLM
+    results: bool  # whether it has logits
+    weights: tuple[str, ...]  # tensors of its file, in the order of the program's weight table
+    groups: tuple[tuple[int, ...], ...]  # sorted ranks with which it reduces, combines or replicates
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -41,7 +38,7 @@ def drafting_only(plan: Plan) -> list[RankRecord]:
 
 
 def groups_of(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """The groups in which a rank exchanges, sorted, without repeats. ``graph``: the rank's part of the LLM."""
+    """The groups in which a rank communicates, sorted and unique. ``graph``: the rank's part of the LLM."""
     groups = set()
     for node in graph.nodes:
         members = dict(node.attrs).get("ranks")
@@ -62,17 +59,17 @@ def several_ranks(records: tuple[RankRecord, ...], name: str) -> tuple[RankRecor
 
 
 def ranks_from_json(body: object) -> tuple[RankRecord, ...]:
-    """All ranks in order. Raises ArtifactError if a field is missing or of the wrong kind, or a rank is missing."""
+    """All ranks in order. Raises ArtifactError if a field is missing or has the wrong type, or a rank is missing."""
     table = Table.of(body, layout.RANKS, damaged)
     records = tuple(_record(part) for part in table.array("ranks"))
     table.done()
     numbers = [record.rank for record in records]
     if numbers != list(range(len(records))):
-        raise table.error("ranks", f"ranks {numbers}", f"{len(records)} ranks, from 0 up")
+        raise table.error("ranks", f"ranks {numbers}", f"{len(records)} ranks, numbered from 0")
     if not any(record.results for record in records):
-        raise table.error("ranks", "no rank with results", "those of the last stage")
+        raise table.error("ranks", "no rank with results", "results on the ranks of the last stage")
     if any(rank not in numbers for record in records for group in record.groups for rank in group):
-        raise table.error("ranks", "a group with a rank that is not there", f"ranks 0 to {len(records) - 1}")
+        raise table.error("ranks", "a group with an unknown rank", f"ranks 0 to {len(records) - 1}")
     return records
 
 

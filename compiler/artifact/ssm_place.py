@@ -12,20 +12,20 @@ from typing import ClassVar
 
 from flexspec.arithmetic import ceil_div
 
-Devices = tuple[int, ...]  # or ranks: whatever numbers the caller counts in
+Devices = tuple[int, ...]  # or ranks: whatever the caller numbers
 UNKNOWN_KIND = -1
 
 
 @dataclass(frozen=True, slots=True)
 class SsmPlace:
-    """Whatever depends on the place. The defaults are those of a plan without SSMs."""
+    """All that depends on the place. The defaults are those of a plan without SSMs."""
 
     name: ClassVar[str]  # in plan files
-    words: ClassVar[str]  # for people
+    words: ClassVar[str]  # in messages
     drafts: ClassVar[bool] = True  # some SSM is used
     separate: ClassVar[bool] = False  # each SSM has a device without a stage, so that SSMs run in parallel
     in_every_stage: ClassVar[bool] = False  # drafting occupies the devices of every stage
-    draft_request_first: ClassVar[bool] = False  # a draft request to other ranks before the round, and a reply
+    draft_request_first: ClassVar[bool] = False  # other ranks get a draft request before the round, and reply
     draft_request_with_results: ClassVar[bool] = False  # the same, together with the results of the last stage
 
     @property
@@ -42,7 +42,7 @@ class SsmPlace:
         return self.runs_in(first=first, last=last)
 
     def requests_a_device(self, requests: int, devices: int) -> int:
-        """How many of ``requests`` one device drafts for."""
+        """How many of the ``requests`` one device drafts for."""
         return requests
 
     def kinds_beside(self, kinds: int) -> range:
@@ -180,7 +180,7 @@ PLACES = {place.name: place for place in (NoSsm, SeparateDevices, FirstStage, La
 
 
 def place_named(name: str) -> SsmPlace:
-    """The place of this name in a plan file; KeyError for any other."""
+    """The place that a plan file calls ``name``; KeyError for any other."""
     return PLACES[name]()
 
 

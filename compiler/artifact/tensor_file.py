@@ -1,8 +1,8 @@
 """Safetensors files with numpy only: written with aligned data, read as zero-copy views of the mapped file.
 
 Owns the byte format. The header is padded with spaces so that the data section starts at a multiple of ALIGNMENT;
-tensors whose size is a multiple of ALIGNMENT come first, the rest follow by falling item size. A mapped tensor of the
-first kind is therefore aligned to ALIGNMENT and every other one to its items. Any safetensors reader can read it.
+tensors whose size is a multiple of ALIGNMENT come first, the rest follow by decreasing item size. Mapped tensors of the
+first kind are therefore aligned to ALIGNMENT, all others to their item size. Any safetensors reader can read the file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUMPY_OF_NAME = {
     "U8": "|u1",
     "I8": "|i1",
     "U16": "<u2",
-    "BF16": "<u2",  # numpy has no bfloat16: the raw bits are handed out
+    "BF16": "<u2",  # numpy has no bfloat16: these are its raw bits
     "I16": "<i2",
     "F16": "<f2",
     "U32": "<u4",
@@ -45,7 +45,7 @@ AnyArray = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """One tensor of a header: where it lies in the data section, and as what."""
+    """A tensor's entry in the header: its type, and its bytes in the data section."""
 
     name: str
     dtype: np.dtype[Any]
@@ -57,7 +57,7 @@ class _Span:
 def encode_tensors(tensors: Mapping[str, AnyArray], *, bf16: Collection[str] = ()) -> Iterator[bytes | memoryview]:
     """Yield the file's bytes: the padded header, then each tensor's data.
 
-    ``bf16`` names the uint16 arrays that hold bfloat16 bits. Raises ValueError for a dtype that the format lacks.
+    ``bf16`` names the uint16 arrays that hold bfloat16 bits. Raises ValueError for a dtype not in the format.
     """
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     order = sorted(arrays, key=lambda n: (arrays[n].nbytes % ALIGNMENT != 0, -arrays[n].itemsize, n))
@@ -80,18 +80,18 @@ def _dtype_name(name: str, array: AnyArray, is_bf16: bool) -> str:
     code = array.dtype.str
     if is_bf16:
         if code != "<u2":
-            raise ValueError(f"tensor {name}: bfloat16 bits are given as uint16, not {array.dtype}")
+            raise ValueError(f"tensor {name}: bfloat16 bits must be uint16, not {array.dtype}")
         return "BF16"
     if code not in _NAME_OF_NUMPY:
-        raise ValueError(f"tensor {name}: safetensors has no dtype for {array.dtype}")
+        raise ValueError(f"tensor {name}: safetensors has no dtype {array.dtype}")
     return _NAME_OF_NUMPY[code]
 
 
 def map_tensors(path: Path, *, fix: str) -> dict[str, AnyArray]:
     """All tensors of ``path`` as read-only views of the mapped file; nothing is copied.
 
-    The mapping lives as long as any view does. bfloat16 comes as uint16. Raises ArtifactError (with ``fix``) when the
-    file is not a well-formed safetensors file.
+    The mapping lives as long as any view does. bfloat16 is returned as uint16. Raises ArtifactError (with ``fix``) if
+    the file is malformed.
     """
     with path.open("rb") as file:
         size = path.stat().st_size
@@ -128,7 +128,7 @@ def _read_header(file: BinaryIO, size: int, path: Path, fix: str) -> tuple[int, 
             continue
         span = _parse_span(name, entry)
         if span is None:
-            raise damaged(f"the header's entry for {name!r} makes no sense")
+            raise damaged(f"the header's entry for {name!r} is invalid")
         spans.append(span)
     spans.sort(key=lambda span: (span.begin, span.end))
     edge = 0
@@ -142,7 +142,7 @@ def _read_header(file: BinaryIO, size: int, path: Path, fix: str) -> tuple[int, 
 
 
 def _parse_span(name: str, entry: object) -> _Span | None:
-    """A checked header entry, or None if it is malformed or its byte range does not fit its shape."""
+    """A checked header entry; None if it is malformed or its byte range does not match its shape."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return None
     code = _NUMPY_OF_NAME.get(entry["dtype"])

@@ -1,7 +1,7 @@
 """Writes an artifact: files into a hidden folder beside the target, manifest last, then one rename.
 
-Owns the way to disk. What the files mean is the business of whoever adds them. Nothing written depends on the time,
-the folder, the user or the machine, so the same contents give the same bytes.
+Owns how files get to disk, not what they mean. Nothing written depends on the time, the folder, the user or the
+machine, so the same contents give the same bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COPY_BLOCK_BYTES = 1 << 20
 
 
 class ArtifactWriter:
-    """Context manager that makes the folder ``out``; without :meth:`finish` nothing is left behind.
+    """Context manager that creates the folder ``out``; without :meth:`finish` nothing is left behind.
 
     Raises ArtifactError if ``out`` exists and is not an artifact: other people's files are never replaced.
     """
@@ -87,14 +87,14 @@ class ArtifactWriter:
             files=self._files,
             fields=dict(fields or {}),
         )
-        # No fsync: after a power cut the sizes and digests of the manifest tell a half-written artifact from a whole.
+        # No fsync: after a power cut, the manifest's sizes and digests reveal an artifact that is only half written.
         (self._folder / layout.MANIFEST).write_bytes(encode_manifest(manifest))
         _replace(self._folder, self._out)
         return self._out
 
     def _write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
         if not is_valid_name(name):
-            raise ValueError(f"{name!r} is no name for a file in an artifact: relative, plain, not {layout.MANIFEST}")
+            raise ValueError(f"{name!r} is no name in an artifact: a plain relative path other than {layout.MANIFEST}")
         if name in self._files:
             raise ValueError(f"{name!r} was added before")
         path = self._folder / name
@@ -123,7 +123,7 @@ def _partial_folder(out: Path, pid: int) -> Path:
 
 
 def _remove_abandoned(out: Path) -> None:
-    """Remove the hidden folders that killed writers of the same artifact left, and our own process's."""
+    """Remove the hidden folders of this process and of dead writers of the same artifact."""
     prefix = _partial_folder(out, 0).name.removesuffix("0")
     for folder in out.parent.glob(f"{prefix}*"):
         pid = folder.name.removeprefix(prefix)

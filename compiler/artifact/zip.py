@@ -21,7 +21,7 @@ from flexspec.host.cache import cache_root
 _FIXED_DATE = (1980, 1, 1, 0, 0, 0)
 _MODE_0644_FILE = 0o100644 << 16
 _MAX_MANIFEST_BYTES = 64 << 20
-# What zipfile is known to raise on damaged input, besides its own error.
+# What zipfile is known to raise on damaged input.
 _ZIP_ERRORS = (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, KeyError, OverflowError)
 
 
@@ -66,7 +66,7 @@ def unpack_to_cache(path: Path) -> Path:
 
 
 def forget_unpacked(path: Path) -> None:
-    """Remove what :func:`unpack_to_cache` made of ``path``. Raises ArtifactError as it does."""
+    """Remove the folder that :func:`unpack_to_cache` made for ``path``; raises the same errors."""
     try:
         with zipfile.ZipFile(path) as archive:
             _check_members(path, archive)
@@ -82,7 +82,7 @@ def _cache_folder(path: Path, archive: zipfile.ZipFile) -> Path:
 
 
 def _check_members(path: Path, archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    """Members, once it is sure that they are plain stored files whose sizes the archive itself can hold."""
+    """The members, after checking that they are plain stored files no larger in all than the archive."""
     members = archive.infolist()
     names = [member.filename for member in members]
     limit_bytes = path.stat().st_size
@@ -109,7 +109,7 @@ def _extract(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], folder: P
             target.parent.mkdir(parents=True, exist_ok=True)
             with archive.open(member) as source, target.open("wb") as file:
                 shutil.copyfileobj(source, file, 1 << 20)
-        if folder.exists():  # what an earlier, interrupted clean-up of the cache left
+        if folder.exists():  # left by an interrupted clean-up of the cache
             shutil.rmtree(folder)
         partial.rename(folder)
     finally:

@@ -19,7 +19,7 @@ _COLOURS = {
     Role.IDS: "#6a1b9a",
     Role.TREE: "#c2571a",
 }
-_LEAST_PERIOD = 4  # shorter runs, such as two split_heads in a row, are not blocks
+_MIN_PERIOD = 4  # shorter runs, such as two split_heads in a row, are not blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Repeat:
     count: int
 
     def drawn(self, index: int) -> int:
-        """The node that stands for node ``index``: itself, or its place in the first copy."""
+        """The node drawn for node ``index``: itself, or its counterpart in the first copy."""
         last = self.start + self.count * self.period
         return self.start + (index - self.start) % self.period if self.start <= index < last else index
 
@@ -40,14 +40,14 @@ class Repeat:
 
 
 def find_repeat(graph: Graph) -> Repeat:
-    """The run of equal blocks that covers most nodes, in its smallest period; count 1 when nothing repeats.
+    """The run of equal blocks that covers most nodes, with the smallest period; count 1 if nothing repeats.
 
-    Blocks are equal when operators, attributes, types and wiring are; weights and caches may differ in name.
+    Blocks are equal if operators, attributes, types and wiring are; weights and caches may differ in name.
     """
     marks = list(_marks(graph))
     best = Repeat(0, len(marks), 1)
     covered = 0
-    for period in range(_LEAST_PERIOD, len(marks) // 2 + 1):
+    for period in range(_MIN_PERIOD, len(marks) // 2 + 1):
         run = 0
         for i in range(len(marks) - period):
             run = run + 1 if marks[i] == marks[i + period] else 0
@@ -59,23 +59,23 @@ def find_repeat(graph: Graph) -> Repeat:
 
 
 def _marks(graph: Graph) -> Iterator[tuple[object, ...]]:
-    """What must agree between nodes of equal blocks: operands are told by distance, or by type for weights."""
+    """What nodes of equal blocks agree in: operands are identified by distance, weights and caches by type."""
     types, producers = graph.types(), graph.producers()
     places = {v.name: j for node in graph.nodes for j, v in enumerate(node.outputs)}
     for i, node in enumerate(graph.nodes):
         operands: list[object] = []
         for name in node.inputs:
-            own = types[name].role in (Role.WEIGHT, Role.KV)
+            per_block = types[name].role in (Role.WEIGHT, Role.KV)
             source = producers.get(name)
             if source is not None:
                 operands.append((i - source, places[name]))
             else:
-                operands.append(str(types[name]) if own else name)
+                operands.append(str(types[name]) if per_block else name)
         yield (node.op, node.attrs, tuple(str(v.type) for v in node.outputs), tuple(operands))
 
 
 def to_dot(graph: Graph) -> str:
-    """Graphviz text. Weights stand in their operator's box, step inputs and caches are boxes of their own."""
+    """Graphviz text. Weights are listed in their operator's box; step inputs and caches have their own."""
     repeat = find_repeat(graph)
     folded = repeat.count > 1
     lines = [
@@ -83,15 +83,15 @@ def to_dot(graph: Graph) -> str:
         '  rankdir=TB; node [shape=box, style="rounded,filled", fillcolor="#f7f7f7", fontname="Helvetica"];',
         '  edge [fontname="Helvetica", fontsize=10];',
     ]
-    kept = [i for i in range(len(graph.nodes)) if repeat.drawn(i) == i]
-    block = [i for i in kept if folded and repeat.holds(i)]
+    drawn = [i for i in range(len(graph.nodes)) if repeat.drawn(i) == i]
+    block = [i for i in drawn if folded and repeat.holds(i)]
     if block:
         lines += ["  subgraph cluster_block {", f'    label="x{repeat.count}"; style=dashed; color="#777777";']
         lines += [f"    {_box(graph, i)}" for i in block]
         lines.append("  }")
-    lines += [f"  {_box(graph, i)}" for i in kept if i not in block]
-    lines += [f"  {line}" for line in _inputs(graph, kept)]
-    lines += [f"  {line}" for line in dict.fromkeys(_edges(graph, repeat, kept))]
+    lines += [f"  {_box(graph, i)}" for i in drawn if i not in block]
+    lines += [f"  {line}" for line in _inputs(graph, drawn)]
+    lines += [f"  {line}" for line in dict.fromkeys(_edges(graph, repeat, drawn))]
     lines += [f"  {line}" for line in dict.fromkeys(_outputs(graph, repeat))]
     return "\n".join([*lines, "}"]) + "\n"
 
@@ -109,9 +109,9 @@ def _main(node: Node) -> Value:
     return node.outputs[0]
 
 
-def _inputs(graph: Graph, kept: list[int]) -> Iterator[str]:
+def _inputs(graph: Graph, drawn: list[int]) -> Iterator[str]:
     """Boxes of the inputs that a drawn node reads."""
-    used = {name for i in kept for name in graph.nodes[i].inputs}
+    used = {name for i in drawn for name in graph.nodes[i].inputs}
     for i, value in enumerate(graph.inputs):
         if value.name in used and value.type.role is not Role.WEIGHT:
             colour = _COLOURS[value.type.role]
@@ -119,10 +119,10 @@ def _inputs(graph: Graph, kept: list[int]) -> Iterator[str]:
             yield f'i{i} [label="{label}", shape=ellipse, color="{colour}", fontcolor="{colour}"];'
 
 
-def _edges(graph: Graph, repeat: Repeat, kept: list[int]) -> Iterator[str]:
+def _edges(graph: Graph, repeat: Repeat, drawn: list[int]) -> Iterator[str]:
     types, producers = graph.types(), graph.producers()
     inputs = {value.name: f"i{i}" for i, value in enumerate(graph.inputs)}
-    for i in kept:
+    for i in drawn:
         for name in graph.nodes[i].inputs:
             if name in producers:
                 yield _edge(f"n{repeat.drawn(producers[name])}", f"n{i}", types[name])
@@ -136,7 +136,7 @@ def _edges(graph: Graph, repeat: Repeat, kept: list[int]) -> Iterator[str]:
 
 
 def _outputs(graph: Graph, repeat: Repeat) -> Iterator[str]:
-    """One box for each output but the caches, which are told by the box they start from."""
+    """One box per output, except for caches, which already have one as inputs."""
     types, producers = graph.types(), graph.producers()
     for i, name in enumerate(graph.outputs):
         if types[name].role is Role.KV:

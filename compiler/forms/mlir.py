@@ -1,8 +1,8 @@
 """The MLIR form of a graph: a registered dialect ``flexspec`` made from the operator records, printer and parser.
 
 A value's type is a ranked tensor whose encoding holds role and symbols, as in
-``tensor<?x64xf32, {role = "activation", symbols = ["T"]}>``; names stand in the attribute ``flexspec.names``. MLIR's
-own verifier calls the shape rule of the operator's record, so a module that verifies is a legal graph.
+``tensor<?x64xf32, {role = "activation", symbols = ["T"]}>``; the attribute ``flexspec.names`` has the names. MLIR's own
+verifier calls the shape rule of the operator's record, so a module that verifies is a legal graph.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from flexspec.types import Dim, DType, Role, TensorType
 from flexspec.verifier import verify, verify_node
 from flexspec.weight_formats.registry import weight_formats
 
-BLOCK = "flexspec.block"  # on operations: the node's block, where it has one
+BLOCK = "flexspec.block"  # on operations: the node's block, if it has one
 NAMES = "flexspec.names"  # on operations: names of the results; on function arguments: the argument's own name
 _SEGMENTS = ("operandSegmentSizes", "resultSegmentSizes")
-_FIX = "give MLIR text that flexspec inspect --emit=mlir printed"
+_FIX = "pass MLIR text printed by flexspec inspect --emit=mlir"
 
 
 def to_mlir(graph: Graph) -> str:
     """The graph as text of the dialect, verified by MLIR.
 
-    Raises ToolchainError without torch-mlir, GraphError for a graph that a record's rule refuses.
+    Raises ToolchainError without torch-mlir, GraphError for a graph that an operator's rule rejects.
     """
     with _context() as (ir, dialect):
         module = ir.Module.create()
@@ -89,7 +89,7 @@ def _context() -> Iterator[tuple[Any, SimpleNamespace]]:
 
 @functools.cache
 def _dialect(ir: Any, ext: Any) -> tuple[Any, SimpleNamespace]:
-    """The dialect's class and its operations, one a record. Calls with an open context; the classes outlive it."""
+    """The dialect's class and its operations, one per record. Needs an open context; the classes outlive it."""
     dialect = type("Flexspec", (ext.Dialect,), {}, name="flexspec")
     operations = {name: _operation(ir, ext, dialect, record) for name, record in all_records().items()}
     return dialect, SimpleNamespace(**operations)
@@ -98,7 +98,7 @@ def _dialect(ir: Any, ext: Any) -> tuple[Any, SimpleNamespace]:
 def _operation(ir: Any, ext: Any, dialect: Any, record: OpRecord) -> Any:
     """An operation class: operands, required attributes, results.
 
-    Operands beyond the least number are optional one by one, since an IRDL range holds values of one type only.
+    Operands beyond the minimum are optional one by one, since an IRDL range holds values of one type only.
     """
     tensor = ir.RankedTensorType
     kinds = {int: ir.IntegerAttr, float: ir.FloatAttr, str: ir.StringAttr, bool: ir.IntegerAttr, tuple: ir.ArrayAttr}
@@ -109,23 +109,23 @@ def _operation(ir: Any, ext: Any, dialect: Any, record: OpRecord) -> Any:
     fields |= {f"result{i}": ext.Result[tensor] for i in range(fixed)}
     fields |= {f"result{i}": Optional[ext.Result[tensor]] for i in range(fixed, results)}  # noqa: UP045
     for key, kind in sorted(record.attrs.items(), key=lambda item: item[1] is bool):  # those with a default come last
-        each = [kinds[k] for k in (kind if isinstance(kind, tuple) else (kind,))]
-        fields[key] = functools.reduce(lambda a, b: a | b, each)
+        choices = [kinds[k] for k in (kind if isinstance(kind, tuple) else (kind,))]
+        fields[key] = functools.reduce(lambda a, b: a | b, choices)
     body = {"__annotations__": fields, "__doc__": record.doc, "verify_invariants": staticmethod(_verify_operation)}
-    # The class takes a false attribute for a missing one, so booleans default to false.
+    # The class treats a false attribute as missing, so booleans default to false.
     no = ext.attribute(default_factory=lambda: ir.BoolAttr.get(False))
     body |= {key: no for key, kind in record.attrs.items() if kind is bool}
     return type(f"{record.name}_op", (dialect.Operation,), body, name=record.name)
 
 
 def _results_of(record: OpRecord) -> tuple[int, int]:
-    """Least and most results: as the layouts list them, and up to one an operand where those vary widely (groups)."""
-    least = max((len(layout.outputs) for layout in record.layouts), default=1)  # operators between ranks have none
+    """The fewest and the most results: as the layouts list them, up to one per operand in groups of any size."""
+    least = max((len(layout.outputs) for layout in record.layouts), default=1)  # exchanges have no layouts
     return least, record.arity[1] - 1 if record.arity[1] - record.arity[0] > 1 else least
 
 
 def _verify_operation(view: Any) -> bool:
-    """MLIR's hook for the operation's own rules: those of the record, attributes and shapes."""
+    """MLIR's hook for an operation's rules: here the record's, for attributes and shapes."""
     ir, _ = _torch_mlir()
     op = view.operation
     try:
@@ -159,12 +159,12 @@ class _Codec:
         return self.ir.RankedTensorType.get(shape, self._element(kind.dtype), self.ir.DictAttr.get(encoding))
 
     def read_type(self, kind: Any) -> TensorType:
-        """The TensorType behind a ranked tensor. Raises GraphTextError for one without our encoding."""
+        """The TensorType of a ranked tensor. Raises GraphTextError for one without our encoding."""
         try:
             tensor = self.ir.RankedTensorType(kind)
             encoding = self.ir.DictAttr(tensor.encoding)
             role = Role(encoding["role"].value)
-            symbols = iter([each.value for each in encoding["symbols"]] if "symbols" in encoding else [])
+            symbols = iter([symbol.value for symbol in encoding["symbols"]] if "symbols" in encoding else [])
             dims: list[Dim] = [
                 next(symbols) if tensor.is_dynamic_dim(i) else tensor.shape[i] for i in range(tensor.rank)
             ]
@@ -206,7 +206,7 @@ class _Codec:
         return value
 
     def node(self, op: Any, inputs: Sequence[str], outputs: Sequence[Value]) -> Node:
-        """The call behind an operation."""
+        """The node of an operation."""
         skip = (NAMES, BLOCK, *_SEGMENTS)
         attrs = sorted((key, self.read_attr(op.attributes[key])) for key in op.attributes if key not in skip)
         return Node(op.name.removeprefix("flexspec."), tuple(inputs), tuple(outputs), tuple(attrs), self._block(op))
@@ -216,16 +216,16 @@ class _Codec:
             return None
         block = self.read_attr(op.attributes[BLOCK])
         if type(block) is not int or block < 0:
-            raise GraphTextError(f"{BLOCK} = {block!r}", "a block number from 0 up", _FIX)
+            raise GraphTextError(f"{BLOCK} = {block!r}", "a block number, 0 or more", _FIX)
         return block
 
     def names(self, owner: Any, count: int) -> list[str]:
         """The ``flexspec.names`` of an operation or an argument's dictionary."""
         listed = NAMES in owner and isinstance(owner[NAMES], self.ir.ArrayAttr)
-        found = list(owner[NAMES]) if listed else []
-        if len(found) != count or not all(isinstance(each, self.ir.StringAttr) for each in found):
-            raise GraphTextError(f"{len(found)} names for {count} values", f"{NAMES} = one string a value", _FIX)
-        return [each.value for each in found]
+        names = list(owner[NAMES]) if listed else []
+        if len(names) != count or not all(isinstance(name, self.ir.StringAttr) for name in names):
+            raise GraphTextError(f"{len(names)} names for {count} values", f"{NAMES} = one string per value", _FIX)
+        return [name.value for name in names]
 
 
 def _emit_function(codec: _Codec, operations: SimpleNamespace, graph: Graph) -> None:
@@ -268,8 +268,9 @@ def _read_function(codec: _Codec, function: Any) -> Graph:
         raise GraphTextError(f"{len(blocks)} blocks", "a function with one block", _FIX)
     body, known, inputs = blocks[0], {}, []
     attrs = list(function.attributes["arg_attrs"]) if "arg_attrs" in function.attributes else []
-    for argument, each in zip(body.arguments, attrs or [codec.ir.DictAttr.get({})] * len(body.arguments), strict=True):
-        inputs.append(Value(codec.names(each, 1)[0], codec.read_type(argument.type)))
+    attrs = attrs or [codec.ir.DictAttr.get({})] * len(body.arguments)
+    for argument, named in zip(body.arguments, attrs, strict=True):
+        inputs.append(Value(codec.names(named, 1)[0], codec.read_type(argument.type)))
         known[argument] = inputs[-1].name
     nodes: list[Node] = []
     for view in body.operations:

@@ -1,6 +1,6 @@
-"""Weights that files call otherwise than we do, and experts that they store one by one: ours are stacked, [X, ...].
+"""Weights that files store under other names than ours, and experts stored one by one: ours are stacked, [X, ...].
 
-Which names those are is the family's affair (Checkpoint.stored_names in flexspec/models/config.py).
+Each family lists the stored names (Checkpoint.stored_names in flexspec/models/config.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from flexspec.models.config import WeightSource
 
 _LAYER = re.compile(r"(layers\.\d+\.)(.+)")
 _MOST_SHOWN = 8
-_FIX = "the file is damaged or of another model: download it again"
+_FIX = "the file is damaged or belongs to another model: download it again"
 
 
 class RenamedWeights:
-    """WeightSource over another: ``stored`` has the stored name of ours, or for a stack, those of all experts."""
+    """A WeightSource over another. ``stored``: our name -> the stored name, or for a stack the names of all experts."""
 
     def __init__(self, source: WeightSource, stored: Mapping[str, str | tuple[str, ...]]) -> None:
         self._source, self._stored = source, stored
@@ -37,26 +37,26 @@ class RenamedWeights:
         return (len(stored), *self._source.shape(stored[0]))
 
     def get(self, name: str) -> NDArray[np.float32]:
-        """A tensor in float32; a stack is read expert by expert. Raises WeightError when experts differ in shape."""
+        """A tensor in float32; a stack is read expert by expert. Raises WeightError if experts differ in shape."""
         stored = self._stored.get(name, name)
         if isinstance(stored, str):
             return self._source.get(stored)
-        whole = np.empty(self.shape(name), np.float32)
+        stack_XFE = np.empty(self.shape(name), np.float32)
         for expert, part in enumerate(stored):
             array = self._source.get(part)
-            if array.shape != whole.shape[1:]:
+            if array.shape != stack_XFE.shape[1:]:
                 raise WeightError(
-                    f"{part} of shape {list(array.shape)}", f"{list(whole.shape[1:])}, as {stored[0]}", _FIX
+                    f"{part} of shape {list(array.shape)}", f"{list(stack_XFE.shape[1:])}, as {stored[0]}", _FIX
                 )
-            whole[expert] = array
-        return whole
+            stack_XFE[expert] = array
+        return stack_XFE
 
 
 def rename_weights(
     source: WeightSource, stored_names: Sequence[tuple[str, str]], experts: int, path: Path
 ) -> RenamedWeights:
-    """``source`` under our names. Raises WeightError for a missing or surplus expert, and for one weight twice."""
-    patterns = [(re.compile(re.escape(theirs).replace(r"\{x\}", r"(\d{1,6})")), ours) for theirs, ours in stored_names]
+    """``source`` under our names. Raises WeightError for missing or surplus experts and for duplicate weights."""
+    patterns = [(re.compile(re.escape(stored).replace(r"\{x\}", r"(\d{1,6})")), ours) for stored, ours in stored_names]
     single: dict[str, str] = {}
     stacks: dict[str, dict[int, str]] = {}
     for name in source.names():
@@ -72,15 +72,15 @@ def rename_weights(
         surplus = sorted(x for x in parts if x >= experts)[:_MOST_SHOWN]
         if missing or surplus:
             found = f"{path} lacks experts {missing}" if missing else f"{path} has experts {surplus}"
-            raise WeightError(f"{found} of {ours}", f"{experts} experts, from 0 on", _FIX)
+            raise WeightError(f"{found} of {ours}", f"{experts} experts, numbered from 0", _FIX)
     return RenamedWeights(source, {**single, **{k: tuple(v[x] for x in range(experts)) for k, v in stacks.items()}})
 
 
 def _ours(name: str, patterns: Sequence[tuple[re.Pattern[str], str]]) -> tuple[str, int | None]:
-    """Our name of a stored tensor, and which expert it is of."""
+    """Our name for a stored tensor, and the number of its expert, if any."""
     layer = _LAYER.fullmatch(name)
     prefix, rest = (layer[1], layer[2]) if layer else ("", name)
     for pattern, ours in patterns:
-        if found := pattern.fullmatch(rest):
-            return prefix + ours, int(found[1]) if found.groups() else None
+        if match := pattern.fullmatch(rest):
+            return prefix + ours, int(match[1]) if match.groups() else None
     return name, None

@@ -1,7 +1,7 @@
-"""Careful file access for the model loaders: what a path is, bounded reads, JSON, and content hashes.
+"""Careful file access for the model loaders: checked paths, bounded reads, JSON, and content hashes.
 
-Owns no format. Model files are read with plain reads, never memory-mapped, so that a file cut while it is in use gives
-an error instead of a signal. Every failure is a ModelFileError that names the file.
+Owns no format. Model files are read, never memory-mapped, so that a file truncated while in use gives an error instead
+of a signal. Every failure is a ModelFileError that names the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def check_file(path: Path, what: str) -> int:
-    """Size in bytes of the regular, non-empty file ``path`` that is no Git LFS pointer; else ModelFileError."""
+    """Size in bytes of ``path``. Raises ModelFileError unless it is a regular, non-empty file, no Git LFS pointer."""
     try:
         info = path.stat()
     except FileNotFoundError:
@@ -48,7 +48,7 @@ def read_bytes(path: Path, offset: int, count: int) -> NDArray[np.uint8]:
     """Exactly ``count`` bytes of ``path`` from ``offset``. Raises ModelFileError if the file is shorter."""
     try:
         with path.open("rb", buffering=0) as file:
-            if offset + count > os.fstat(file.fileno()).st_size:  # before memory is taken for them
+            if offset + count > os.fstat(file.fileno()).st_size:  # before allocating memory for them
                 raise _cut(path, offset, count)
             out = np.empty(count, np.uint8)
             view = memoryview(out.data)
@@ -65,7 +65,7 @@ def read_bytes(path: Path, offset: int, count: int) -> NDArray[np.uint8]:
 
 def _cut(path: Path, offset: int, count: int) -> ModelFileError:
     found = f"{path} ends before byte {offset + count}"
-    return ModelFileError(found, "the whole file", "the file was cut: download it again")
+    return ModelFileError(found, "the whole file", "the file was truncated: download it again")
 
 
 def read_json(path: Path, what: str) -> Any:
@@ -106,7 +106,7 @@ def read_text(path: Path, what: str) -> str:
 
 
 def hash_files(paths: Iterable[Path]) -> str:
-    """sha256 over the contents of ``paths``; of one file its plain sha256, of several with their names and sizes."""
+    """sha256 over the contents of ``paths``: of one file its plain sha256; several are hashed with names and sizes."""
     files = sorted(paths, key=lambda path: path.name)
     total = hashlib.sha256()
     for path in files:

@@ -28,7 +28,7 @@ from flexspec.weight_formats.bf16 import widen_bf16
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-_WHOLE = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+_OUTSIDE_LAYERS = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -43,13 +43,13 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
-# Ends of a turn that some converters leave out of the metadata; llama.cpp, too, stops at these control tokens.
+# End-of-turn tokens that some converters leave out of the metadata; llama.cpp stops at them too.
 _END_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>")
 _CONTROL = 3  # token type
 
 
 class GgufWeights:
-    """WeightSource over one GGUF file. Tensors without a canonical name keep their own, so that a check finds them."""
+    """WeightSource over one GGUF file. A tensor without a canonical name keeps its own: check_weights reports it."""
 
     def __init__(self, header: GgufHeader, heads: int, kv_heads: int, interleaved: bool) -> None:
         self._path = header.path
@@ -116,7 +116,9 @@ def read_config(header: GgufHeader) -> ModelConfig:
     path, meta = header.path, Settings(header.metadata, header.path)
     arch = meta.string("general.architecture")
     if arch not in ARCHITECTURES:
-        raise meta.error("general.architecture", f"one of {', '.join(ARCHITECTURES)}", "take a model of these families")
+        raise meta.error(
+            "general.architecture", f"one of {', '.join(ARCHITECTURES)}", "use a model of one of these families"
+        )
     if meta.integer(f"{arch}.expert_count", 0, least=0):
         raise meta.error(f"{arch}.expert_count", "a dense model", "mixtures of experts are not supported")
     heads = _uniform(meta, header, f"{arch}.attention.head_count", None)
@@ -163,7 +165,9 @@ def _uniform(meta: Settings, header: GgufHeader, key: str, default: int | None) 
     if not isinstance(value, np.ndarray):
         return meta.integer(key, default)
     if value.size == 0 or value.dtype.kind not in "iu" or (value != value[0]).any():
-        raise ModelConfigError(f"{header.path} has a {key} that differs by layer", "equal layers", "take another model")
+        raise ModelConfigError(
+            f"{header.path} has a {key} that differs by layer", "the same for all layers", "use another model"
+        )
     return Settings({key: int(value[0])}, header.path).integer(key)
 
 
@@ -188,12 +192,12 @@ def _rope_factors(header: GgufHeader) -> NDArray[np.float32] | None:
 
 
 def canonical_name(name: str) -> str:
-    """llama.cpp's tensor name in the project's terms; an unknown name is returned as it is."""
+    """llama.cpp's tensor name in the project's terms; an unknown name is returned unchanged."""
     stem, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         return name
-    if stem in _WHOLE:
-        return f"{_WHOLE[stem]}.{kind}"
+    if stem in _OUTSIDE_LAYERS:
+        return f"{_OUTSIDE_LAYERS[stem]}.{kind}"
     parts = stem.split(".")
     if len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit() and parts[2] in _IN_LAYER:
         return f"layers.{parts[1]}.{_IN_LAYER[parts[2]]}.{kind}"
@@ -207,11 +211,11 @@ def half_split(array: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
 
 
 def read_tensor(path: Path, tensor: GgufTensor) -> NDArray[np.float32]:
-    """Read and dequantise one tensor. Raises WeightError for a type outside the supported ones."""
+    """Read and dequantise one tensor. Raises WeightError for an unsupported type."""
     kind = tensor.type.name
     if kind not in _TYPES:
         found = f"tensor {tensor.name!r} of {path} is of type {kind}"
-        raise WeightError(found, f"one of {', '.join(_TYPES)}", "take the model in another quantisation")
+        raise WeightError(found, f"one of {', '.join(_TYPES)}", "use the model in another quantisation")
     raw = read_bytes(path, tensor.offset, tensor.size_bytes)
     if tensor.type is GGMLQuantizationType.BF16:
         return widen_bf16(raw.view("<u2")).reshape(tensor.shape)

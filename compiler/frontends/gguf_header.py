@@ -1,8 +1,8 @@
-"""Bounded parser of a GGUF file's header: metadata and tensor table, every count checked before memory is taken.
+"""Bounded parser of a GGUF file's header: metadata and tensor table, every count checked before memory is allocated.
 
 The file format is specified at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Owns the header only: what
 the metadata means is in gguf.py, the tokenizer's part in tokenizer_gguf.py. Nothing read here is trusted: counts,
-string lengths, array sizes, tensor dims, offsets and overlaps are held against the file's size.
+string lengths, array sizes, tensor dims, offsets and overlaps are checked against the file's size.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _FLOAT32, _STRING, _ARRAY = 6, 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One row of the tensor table. ``shape`` is row major, ``offset`` counts from the start of the file."""
+    """One row of the tensor table."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # row major
     type: GGMLQuantizationType
-    offset: int
+    offset: int  # from the start of the file
     size_bytes: int
 
 
@@ -56,7 +56,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Parse and check the header of ``path``. Raises ModelFileError for anything that is not a whole GGUF file."""
+    """Parse and check the header of ``path``. Raises ModelFileError unless it is a complete GGUF file."""
     size = check_file(path, "a GGUF file")
     try:
         with path.open("rb") as file:
@@ -66,7 +66,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class _Parser:
-    """A cursor over the header that knows how many bytes are left."""
+    """A cursor over the header that knows how many bytes remain."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self.path = path
@@ -105,7 +105,11 @@ class _Parser:
     def take(self, count: int, what: str) -> bytes:
         data = self.file.read(count) if count <= self.left else b""
         if len(data) != count:
-            self.fail(f"ends within {what} (at byte {self.position})", "the whole file", "the file was cut or damaged")
+            self.fail(
+                f"ends within {what} (at byte {self.position})",
+                "the whole file",
+                "the file was truncated or damaged: download it again",
+            )
         self.position += count
         return data
 
@@ -130,7 +134,7 @@ class _Parser:
             self.fail(f"has the unknown value type {kind} for {key!r}", "a type of the GGUF specification")
         dtype = np.dtype(_SCALARS[kind])
         number = np.frombuffer(self.take(dtype.itemsize, f"the value of {key!r}"), dtype)[0]
-        # the shortest decimal gives back the number that was meant: 1e-05, not 9.999999747378752e-06
+        # the shortest decimal recovers the intended number: 1e-05, not 9.999999747378752e-06
         return float(str(number)) if kind == _FLOAT32 else number.item()
 
     def array(self, key: str) -> Any:
@@ -148,7 +152,7 @@ class _Parser:
         if kind == _STRING:
             self.strings_left -= count
             if self.strings_left < 0:
-                self.fail(f"holds more than {_MAX_STRINGS} strings", "a vocabulary of ordinary size")
+                self.fail(f"holds more than {_MAX_STRINGS} strings", "a vocabulary of usual size")
             return [self.string(what) for _ in range(count)]
         return np.frombuffer(self.take(count * item_bytes, what), np.dtype(_SCALARS[kind]))
 
@@ -174,7 +178,7 @@ class _Parser:
     def place(
         self, entries: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int]], alignment: int
     ) -> dict[str, GgufTensor]:
-        """Sizes and absolute offsets, held against the file's size and each other."""
+        """Sizes and absolute offsets, checked against the file's size and each other."""
         data_start = ceil_div(self.position, alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, relative in entries:
@@ -186,12 +190,16 @@ class _Parser:
             size_bytes = math.prod(shape) // block * block_bytes
             if relative % alignment or data_start + relative + size_bytes > self.size:
                 found = f"has tensor {name!r} at bytes {relative} to {relative + size_bytes} of its data"
-                self.fail(found, f"aligned data within {max(0, self.size - data_start)} bytes", "the file was cut")
+                self.fail(
+                    found,
+                    f"aligned data within {max(0, self.size - data_start)} bytes",
+                    "the file was truncated: download it again",
+                )
             tensors[name] = GgufTensor(name, shape, kind, data_start + relative, size_bytes)
         end, before = 0, ""
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
             if tensor.offset < end:
-                self.fail(f"has the tensors {before!r} and {tensor.name!r} in the same bytes", "tensors side by side")
+                self.fail(f"has overlapping tensors {before!r} and {tensor.name!r}", "tensors that do not overlap")
             end, before = tensor.offset + tensor.size_bytes, tensor.name
         return tensors
 

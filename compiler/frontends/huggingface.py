@@ -79,12 +79,12 @@ def read_config(settings: Settings, path: Path) -> tuple[ModelConfig, str]:
     table = architectures()
     known = [name for name in names if name in table]
     if not known:
-        fix = "take a model of these families"
+        fix = "use a model of one of these families"
         raise settings.error("architectures", f"one of {', '.join(sorted(table))}", fix)
     family, rules = table[known[0]]
     settings = settings.with_keys(rules.keys)
     if "quantization_config" in settings:
-        raise settings.error("quantization_config", "weights in plain floating point", "take the unquantised model")
+        raise settings.error("quantization_config", "weights in plain floating point", "use the unquantised model")
     if settings.string("hidden_act", rules.activations[0]) not in rules.activations:
         fix = f"the {family} graph computes no other activation"
         raise settings.error("hidden_act", " or ".join(rules.activations), fix)
@@ -122,7 +122,7 @@ def read_config(settings: Settings, path: Path) -> tuple[ModelConfig, str]:
 
 
 def _check_window(settings: Settings, rules: Checkpoint, layers: int, positions: int) -> None:
-    """Refuse a sliding window that the model really uses; Mistral's class assumes one where config.json is silent."""
+    """Refuse a sliding window that the model really uses; Mistral's class assumes one if config.json has none."""
     window = 0 if settings.is_null("sliding_window") else settings.integer("sliding_window", rules.window or 0, least=0)
     types = settings.strings("layer_types")
     if types and "sliding_attention" not in types:
@@ -137,22 +137,22 @@ def _check_window(settings: Settings, rules: Checkpoint, layers: int, positions:
 
 
 def fused_state(settings: Settings, config: ModelConfig) -> FusedState:
-    """What the config.json of a ``FUSED_STATE`` SSM says beside the configuration. Raises ModelConfigError."""
+    """What a ``FUSED_STATE`` SSM's config.json has besides the model's configuration. Raises ModelConfigError."""
     return FusedState(settings.token_ids("tap_layers"), settings.integer("reduced_vocab_size", config.vocab_size))
 
 
 def _read_fused_state(
     settings: Settings, config: ModelConfig, weights: SafetensorsWeights, folder: Path
 ) -> tuple[SafetensorsWeights, FusedState]:
-    """An SSM's own keys, and the map of its vocabulary, which lies in a file of its own or among the weights."""
+    """A ``FUSED_STATE`` SSM's extra keys, and its vocabulary map, stored in a separate file or among the weights."""
     fused = fused_state(settings, config)
     reduced = fused.reduced_vocab_size
     map_file = folder / "vocab_map.safetensors"
     source = SafetensorsWeights(read_header(map_file).values(), map_file) if map_file.exists() else weights
     if "keep_ids" in source.names():
         keep = source.integers("keep_ids")
-        sound = keep.shape == (reduced,) and len(np.unique(keep)) == reduced
-        if not sound or int(keep.min()) < 0 or int(keep.max()) >= config.vocab_size:
+        valid = keep.shape == (reduced,) and len(np.unique(keep)) == reduced
+        if not valid or int(keep.min()) < 0 or int(keep.max()) >= config.vocab_size:
             found = f"keep_ids of {folder} has shape {list(keep.shape)} or repeated or unknown ids"
             raise WeightError(found, f"{reduced} different ids below {config.vocab_size}", "make the SSM again")
         fused = replace(fused, keep_ids=keep.astype(np.int32))
@@ -175,12 +175,12 @@ def _read_tokenizer(folder: Path) -> bytes | None:
         return None
     data = read_text(path, "a tokenizer.json").encode()
     if not isinstance(parse_json(data, path, "a tokenizer.json"), dict):
-        raise TokenizerError(f"{path} holds no JSON object", "a tokenizer.json", "download the file again")
+        raise TokenizerError(f"{path} is not a JSON object", "a tokenizer.json", "download the file again")
     return data
 
 
 def _special_texts(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens are written as text or as an object with ``content``."""
+    """Texts of the special tokens, each stored as text or as an object with ``content``."""
     texts = {}
     for name in _SPECIAL_NAMES:
         value = tokenizer_config.get(name)
@@ -191,7 +191,7 @@ def _special_texts(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja wins over tokenizer_config.json; of several named templates, ``default``."""
+    """chat_template.jinja takes precedence over tokenizer_config.json; of several named templates, take ``default``."""
     path = folder / "chat_template.jinja"
     if path.exists():
         return read_text(path, "a chat template")

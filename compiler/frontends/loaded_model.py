@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedState:
-    """What an SSM that reads the LLM's hidden states has beyond what every model has."""
+    """What an SSM that reads the LLM's hidden states has in addition to other models."""
 
-    tap_layers: tuple[int, ...]  # layers of the LLM whose outputs it reads beside the last hidden state
+    tap_layers: tuple[int, ...]  # layers of the LLM whose outputs it reads besides the last hidden state
     reduced_vocab_size: int  # outputs of its LM head
     keep_ids: NDArray[np.int32] | None = None  # reduced id -> the LLM's id; None: they are the same
 
     @property
     def build_options(self) -> Mapping[str, Any]:
-        """What the family's builder is told beside the configuration."""
+        """What the family's builder takes besides the configuration."""
         return {"reduced_vocab_size": self.reduced_vocab_size}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A checkpoint that has been opened, not read: ``weights`` fetches one tensor at a time."""
+    """A checkpoint that is open but not loaded: ``weights`` reads one tensor at a time."""
 
     config: ModelConfig
     weights: WeightSource
@@ -44,5 +44,5 @@ class LoadedModel:
 
     @property
     def build_options(self) -> Mapping[str, Any]:
-        """What ``build_model`` is told beside the configuration."""
+        """What ``build_model`` takes besides the configuration."""
         return self.fused.build_options if self.fused else {}

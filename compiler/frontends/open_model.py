@@ -1,4 +1,4 @@
-"""The door for checkpoints: tells what a path holds and opens it with the right loader."""
+"""The door for checkpoints: detects the format of a path and opens it with the right loader."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _OTHER_FORMATS = (
 def open_model(path: Path, expected: str = _EXPECTED) -> LoadedModel:
     """Open the GGUF file or Hugging Face folder ``path``; weights are read later, one tensor at a time.
 
-    ``expected`` is what the caller takes, for the message about a file that is nothing of it. Raises ModelFileError
-    (missing, cut, damaged, a pointer, another format), ModelConfigError (incomplete or unsupported), WeightError or
-    TokenizerError; never anything else for a bad file.
+    ``expected``: what the caller accepts, named in the error about anything else. Raises ModelFileError (missing,
+    truncated, damaged, a pointer, another format), ModelConfigError (incomplete or unsupported), WeightError or
+    TokenizerError; a bad file raises nothing else.
     """
     try:
         return _open(Path(path), expected)
-    except OSError as error:  # a folder that may not be entered, a disk that fails
+    except OSError as error:  # a folder without permission, a failing disk
         raise ModelFileError(f"{path} cannot be read ({error})", expected, "check its permissions") from None
 
 
@@ -52,4 +52,4 @@ def _open(path: Path, expected: str) -> LoadedModel:
     for magic, name in _OTHER_FORMATS:
         if head.startswith(magic):
             raise ModelFileError(f"{path} is {name}", expected, "download or convert the model in one of these forms")
-    raise ModelFileError(f"{path} is of an unknown format", expected, "check the path, or download the file again")
+    raise ModelFileError(f"{path} has an unknown format", expected, "check the path, or download the file again")

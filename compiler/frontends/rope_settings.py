@@ -1,4 +1,4 @@
-"""Rotary-embedding settings from checkpoints: Hugging Face keys old and new, GGUF metadata, Llama 3 factor tensors."""
+"""Rotary-embedding settings of checkpoints: old and new Hugging Face keys, GGUF metadata, Llama 3 factor tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FACTOR_TOLERANCE = 1e-4
 def rope_from_huggingface(config: Settings, max_positions: int, path: Path, theta: float = 10_000.0) -> RopeConfig:
     """The settings of a config.json: ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling``.
 
-    ``theta`` is what the architecture assumes where the file is silent.
+    ``theta`` is the architecture's default.
 
     Raises ModelConfigError for kinds other than default, linear, llama3 and yarn, and for partial rotation.
     """
@@ -30,12 +30,12 @@ def rope_from_huggingface(config: Settings, max_positions: int, path: Path, thet
         raise config.error("rope_parameters" if "rope_parameters" in config else "rope_scaling", "a table of settings")
     rope = Settings(table, path)
     if rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise rope.error("partial_rotary_factor", "rotation of the whole head", "take a model with full rotation")
+        raise rope.error("partial_rotary_factor", "rotation of the whole head", "use a model with full rotation")
     theta = rope.number("rope_theta", config.number("rope_theta", theta))
     kind = rope.string("rope_type", rope.string("type", "default"))
     if kind not in _KINDS:
         found = f"{path} scales its rotary embedding by {kind!r}"
-        raise ModelConfigError(found, f"one of {', '.join(_KINDS)}", "take a model with one of these")
+        raise ModelConfigError(found, f"one of {', '.join(_KINDS)}", "use a model with one of these")
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
@@ -55,7 +55,7 @@ def rope_from_huggingface(config: Settings, max_positions: int, path: Path, thet
             original_max_positions=original,
         )
     if not rope.flag("truncate", True):
-        raise rope.error("truncate", "true", "take a model whose YaRN ramp is truncated")
+        raise rope.error("truncate", "true", "use a model whose YaRN ramp is truncated")
     factor = rope.number("factor", max_positions / original)
     return RopeConfig(
         theta=theta,
@@ -69,7 +69,7 @@ def rope_from_huggingface(config: Settings, max_positions: int, path: Path, thet
 
 
 def _yarn_attention_factor(rope: Settings, factor: float) -> float:
-    """0 stands for the paper's default; ``mscale`` and ``mscale_all_dim`` are DeepSeek's way to say it."""
+    """0 means the paper's default; DeepSeek's files have ``mscale`` and ``mscale_all_dim`` instead."""
     if "attention_factor" in rope:
         return rope.number("attention_factor")
     if rope.raw("mscale") and rope.raw("mscale_all_dim"):
@@ -97,7 +97,7 @@ def rope_from_gguf(
     kind = metadata.string(f"{scaling}.type", "linear" if f"{arch}.rope.scale_linear" in metadata else "none")
     if factors is not None:
         if kind != "none":
-            raise metadata.error(f"{scaling}.type", "no second scaling beside the tensor rope_freqs.weight")
+            raise metadata.error(f"{scaling}.type", "no second scaling besides the tensor rope_freqs.weight")
         return rope_from_factors(factors, theta, head_dim, path)
     if kind == "none":
         return RopeConfig(theta=theta)
@@ -108,7 +108,7 @@ def rope_from_gguf(
         raise metadata.error(f"{scaling}.type", "none, linear or yarn")
     for key in ("yarn_ext_factor", "yarn_log_multiplier"):
         if metadata.number(f"{scaling}.{key}", 1.0, positive=False) != 1.0:
-            raise metadata.error(f"{scaling}.{key}", "1 or nothing")
+            raise metadata.error(f"{scaling}.{key}", "1, or no such key")
     factor = metadata.number(f"{scaling}.factor")
     # llama.cpp multiplies the paper's attention factor by this one
     attention = metadata.number(f"{scaling}.yarn_attn_factor", metadata.number(f"{scaling}.attn_factor", 1.0))
@@ -127,7 +127,7 @@ def rope_from_factors(factors: NDArray[np.float32], theta: float, head_dim: int,
     """Recognise Llama 3's scaling in the per-pair frequency divisors that llama.cpp's converter writes.
 
     Between its two wavelengths Llama 3's smoothing is linear in 1/wavelength, so slope and intercept over the pairs
-    that are neither 1 nor the full factor give both bounds; the result must give all factors back.
+    that are neither 1 nor the full factor give both bounds; the result must reproduce all factors.
     Raises ModelConfigError if it does not.
     """
     if factors.shape == (head_dim // 2,) and np.isfinite(factors).all() and (factors >= 1).all():
@@ -136,8 +136,8 @@ def rope_from_factors(factors: NDArray[np.float32], theta: float, head_dim: int,
         rope = _fit_llama3(factors.astype(np.float64), theta, head_dim)
         if rope is not None and np.allclose(llama3_factors(rope, head_dim), factors, rtol=_FACTOR_TOLERANCE, atol=0):
             return rope
-    found = f"{path} has rotary factors (rope_freqs.weight) of an unknown rule"
-    fix = "convert the model from its Hugging Face form, or load that form"
+    found = f"{path} has rotary factors (rope_freqs.weight) that follow an unknown rule"
+    fix = "convert the model again from its Hugging Face folder, or load that folder"
     raise ModelConfigError(found, f"{head_dim // 2} factors by the Llama 3 rule", fix)
 
 

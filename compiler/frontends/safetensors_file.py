@@ -1,7 +1,7 @@
 """safetensors checkpoints, single or sharded: a checked header, and tensors read one at a time, widened to float32.
 
 The format is specified at https://github.com/huggingface/safetensors#format. The header is parsed here because numpy
-has no bfloat16, and because every offset is held against the file's size before a byte is read.
+has no bfloat16, and because every offset is checked against the file's size before a byte is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flexspec.errors import ModelFileError, WeightError
 from flexspec.weight_formats.bf16 import widen_bf16
 
 _WHAT = "a safetensors file"
-_FIX = "the file was cut or damaged: download it again"
+_FIX = "the file was truncated or damaged: download it again"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _MAX_RANK = 8
 _FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
@@ -40,18 +40,18 @@ _BIT_WIDTHS = {"BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies. ``offset`` counts from the start of the file."""
+    """A tensor in a file."""
 
     path: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # from the start of the file
     size_bytes: int
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensor table of one file. Raises ModelFileError unless the header is sound and the data is whole."""
+    """The tensor table of one file. Raises ModelFileError unless the header is valid and the data complete."""
     size = check_file(path, _WHAT)
     if size < 8:
         raise ModelFileError(f"{path} has {size} bytes", _WHAT, _FIX)
@@ -60,7 +60,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ModelFileError(f"{path} claims a header of {length} bytes but has {size} bytes", _WHAT, _FIX)
     table = parse_json(bytes(read_bytes(path, 8, length)), path, _WHAT)
     if not isinstance(table, dict):
-        raise ModelFileError(f"{path} has a header that is no JSON object", _WHAT, _FIX)
+        raise ModelFileError(f"{path} has a header that is not a JSON object", _WHAT, _FIX)
     data_start, data_bytes = 8 + length, size - 8 - length
     tensors = {
         name: _entry(path, name, entry, data_start, data_bytes)
@@ -71,7 +71,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.size_bytes)):
         if tensor.offset != end:
             found = f"{path} has a gap or an overlap before tensor {tensor.name!r}"
-            raise ModelFileError(found, "tensors side by side, as the format demands", _FIX)
+            raise ModelFileError(found, "contiguous tensors, as the format requires", _FIX)
         end += tensor.size_bytes
     if end != size:
         raise ModelFileError(f"{path} has {size - end} bytes after its last tensor", f"{end} bytes", _FIX)
@@ -107,7 +107,7 @@ def _bit_width(dtype: str, path: Path, name: str) -> int:
 
 
 class SafetensorsWeights:
-    """WeightSource over one or more files; a leading ``model.`` is taken off the names."""
+    """WeightSource over one or more files; a leading ``model.`` is removed from the names."""
 
     def __init__(self, tensors: Iterable[StoredTensor], path: Path) -> None:
         self._path = path
@@ -130,7 +130,7 @@ class SafetensorsWeights:
         form = _FLOATS.get(tensor.dtype)
         if form is None:
             found = f"tensor {tensor.name!r} of {tensor.path} is of dtype {tensor.dtype}"
-            raise WeightError(found, f"one of {', '.join(_FLOATS)}", "take the model in bfloat16, not quantised")
+            raise WeightError(found, f"one of {', '.join(_FLOATS)}", "use the model in bfloat16, not quantised")
         raw = read_bytes(tensor.path, tensor.offset, tensor.size_bytes).view(form)
         with np.errstate(all="ignore"):  # a double may overflow; ``finite`` reports it
             values = widen_bf16(raw) if tensor.dtype == "BF16" else raw.astype(np.float32, copy=False)

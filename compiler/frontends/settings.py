@@ -15,25 +15,25 @@ _MAX_SIZE = 1 << 31
 class Settings:
     """A read-only view of a table. ``None`` counts as absent; a value of the wrong type is a ModelConfigError.
 
-    ``called``: what the file calls a key, where that differs (``{"intermediate_size": "ffn_dim"}``).
+    ``aliases``: the file's names of keys, where they differ from ours (``{"intermediate_size": "ffn_dim"}``).
     """
 
-    __slots__ = ("_called", "_path", "_table")
+    __slots__ = ("_aliases", "_path", "_table")
 
-    def __init__(self, table: Mapping[str, Any], path: Path, called: Mapping[str, str] | None = None) -> None:
+    def __init__(self, table: Mapping[str, Any], path: Path, aliases: Mapping[str, str] | None = None) -> None:
         self._table = table
         self._path = path
-        self._called = called or {}
+        self._aliases = aliases or {}
 
-    def with_keys(self, called: Mapping[str, str]) -> Settings:
-        """The same table, where these keys are called otherwise."""
-        return Settings(self._table, self._path, called)
+    def with_keys(self, aliases: Mapping[str, str]) -> Settings:
+        """The same table, with these names of keys."""
+        return Settings(self._table, self._path, aliases)
 
     def __contains__(self, key: str) -> bool:
         return self.raw(key) is not None
 
     def is_null(self, key: str) -> bool:
-        """The key is there with an explicit null, which for some keys means "off" rather than "default"."""
+        """Whether the key is an explicit null, which for some keys means "off" rather than "default"."""
         return self._name(key) in self._table and self.raw(key) is None
 
     def raw(self, key: str) -> Any:
@@ -74,10 +74,10 @@ class Settings:
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A list of integers from 0 up; empty when absent."""
+        """A list of non-negative integers; empty when absent."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(type(item) is int and 0 <= item < _MAX_SIZE for item in value):
-            raise self.error(key, "a list of integers from 0 up")
+            raise self.error(key, "a list of non-negative integers")
         return tuple(value)
 
     def token_ids(self, key: str) -> tuple[int, ...]:
@@ -98,13 +98,13 @@ class Settings:
         return default if value is None else value
 
     def _name(self, key: str) -> str:
-        return self._called.get(key, key)
+        return self._aliases.get(key, key)
 
 
 def check_sliding_window(window: int | None, max_positions: int) -> None:
     """Refuse a model that limits attention to a window shorter than its context; None or 0 is no window.
 
-    A ModelConfig has no window, since every committed token is attended to.
+    A ModelConfig has no window: attention reads every committed token.
     """
     if window and window < max_positions:
         raise ModelConfigError(

@@ -1,7 +1,7 @@
 """The tokenizer in GGUF metadata as a `tokenizers` JSON file: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
 
 llama.cpp names the splitting rule in ``tokenizer.ggml.pre``; the rules here give the same pieces as the Hugging Face
-tokenizers those models come from. SentencePiece files have scores instead of merges; the merges are worked out as in
+tokenizers of those models. SentencePiece files have scores instead of merges; the merges are derived as in
 transformers' converter (every way to build a piece from two, best score first).
 """
 
@@ -31,7 +31,7 @@ _FIX = "convert the model again with a current llama.cpp"
 
 @dataclass(frozen=True, slots=True)
 class _SplitRule:
-    """How text is cut before the merges: regular expressions applied one after the other to the pieces so far."""
+    """How text is split before the merges: regular expressions applied one after the other to the pieces so far."""
 
     patterns: tuple[str, ...]
     nfc: bool = False
@@ -94,7 +94,7 @@ def build_tokenizer_json(metadata: Mapping[str, Any], path: Path, vocab_size: in
         return None
     if model not in ("gpt2", "llama"):
         found = f"{path} has a tokenizer of kind {model!r:.80}"
-        raise TokenizerError(found, "gpt2 (byte-level BPE) or llama (SentencePiece BPE)", "take another model")
+        raise TokenizerError(found, "gpt2 (byte-level BPE) or llama (SentencePiece BPE)", "use another model")
     vocabulary = _read_vocabulary(metadata, path, vocab_size)
     document = _byte_level(vocabulary) if model == "gpt2" else _sentencepiece(vocabulary)
     return json.dumps(document, ensure_ascii=False, sort_keys=True).encode()
@@ -199,7 +199,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def merges_from_scores(tokens: list[str], types: list[int], scores: list[float]) -> list[list[str]]:
-    """Merges that build each normal piece from two others, by falling score, then by length as transformers does."""
+    """Merges that build each normal piece from two others, by decreasing score, then by length as in transformers."""
     ids = {
         token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind in (_NORMAL, _USER_DEFINED)
     }
@@ -230,7 +230,7 @@ def _bpe(vocabulary: _Vocabulary, merges: list[list[str]], **options: Any) -> di
 
 
 def _document(vocabulary: _Vocabulary, *, adds_bos: bool, **parts: Any) -> dict[str, Any]:
-    """A whole tokenizer.json: the parts, the special tokens by type, and BOS as a post-processing template."""
+    """A complete tokenizer.json: the parts, the special tokens by type, and BOS as a post-processing template."""
     added = [
         {
             "id": i,

@@ -21,7 +21,7 @@ _MOST_NAMES_SHOWN = 8
 def finite(array: NDArray[np.float32], name: str, path: Path) -> NDArray[np.float32]:
     """``array`` itself; raises WeightError for a NaN or an infinity, the marks of a damaged or overflowed file."""
     flat = array.reshape(-1)
-    for start in range(0, flat.size, 1 << 22):  # in pieces: the mask of a whole embedding is needless memory
+    for start in range(0, flat.size, 1 << 22):  # in pieces: a mask of a whole embedding would waste memory
         bad = ~np.isfinite(flat[start : start + (1 << 22)])
         if bad.any():
             index = start + int(np.argmax(bad))
@@ -31,9 +31,9 @@ def finite(array: NDArray[np.float32], name: str, path: Path) -> NDArray[np.floa
 
 
 def check_layer_count(source: WeightSource, layers: int, path: Path) -> None:
-    """Hold the configuration's layer count against the checkpoint, before anything as large is built from it.
+    """Check the configuration's layer count against the checkpoint, before a graph of that size is built.
 
-    Layers are what the first number of a name counts (``layers.7.mlp.up_proj.weight``), whatever stands before it.
+    The first number in a name is its layer (``layers.7.mlp.up_proj.weight``), whatever precedes it.
     """
     numbers: dict[tuple[str, ...], set[str]] = {}
     for name in source.names():
@@ -44,14 +44,16 @@ def check_layer_count(source: WeightSource, layers: int, path: Path) -> None:
     counts = {len(stored) for stored in numbers.values()}
     if layers not in counts:
         found = f"{path} is configured with {layers} layers but holds weights of {max(counts, default=0)}"
-        raise WeightError(found, "the weights of every layer", "the model was cut or mixed up: download it again")
+        raise WeightError(
+            found, "the weights of every layer", "the files are incomplete or of two models: download them again"
+        )
 
 
 def check_weights(source: WeightSource, expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Hold that each expected parameter is in ``source`` exactly once with its shape, and that nothing is left over.
+    """Check that ``source`` has each expected parameter exactly once, in its shape, and no others.
 
-    Rotary ``inv_freq`` buffers are ignored, and so is an ``lm_head.weight`` that a tied model does not expect if it
-    equals the embedding. Raises WeightError with all missing, superfluous and misshapen names.
+    Rotary ``inv_freq`` buffers are ignored, and so is the ``lm_head.weight`` of a tied model if it equals the
+    embedding. Raises WeightError with the names of all missing, unused and misshapen tensors.
     """
     names = list(source.names())
     if len(set(names)) != len(names):
@@ -85,7 +87,7 @@ def _is_harmless(name: str) -> bool:
 
 
 def _check_tied(source: WeightSource, path: Path) -> None:
-    """A tied model's duplicate head must be the embedding, or the file's author meant another model."""
+    """A tied model's duplicate head must equal the embedding, or the configuration is wrong."""
     digests = []
     for name in ("embed_tokens.weight", "lm_head.weight"):
         digests.append((source.shape(name), hashlib.sha256(source.get(name).data).digest()))

@@ -7,7 +7,7 @@ from typing import Any
 
 from flexspec.compiler.pages.predicted_lines import ALL, Outcome, spearman, worst_ratio
 
-_LEAST_US = 0.5  # smaller lines are not shown
+_MIN_SHOWN_US = 0.5
 
 
 def compare_page(outcomes: Sequence[Outcome], about: str) -> str:
@@ -37,7 +37,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
 
 
 def compare_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The same, with every line."""
+    """The figures of the page, with every line."""
     return {
         "spearman": spearman(
             [outcome.predicted_us for outcome in outcomes], [outcome.measured_us for outcome in outcomes]
@@ -65,7 +65,7 @@ def _plan_json(outcome: Outcome) -> dict[str, Any]:
 def _table(outcome: Outcome) -> list[str]:
     lines = [f"   {'part':11s} {'what':16s} {'predicted':>10s}  {'measured':>10s}  ratio"]
     for part, what, predicted, measured in [*outcome.rows(), ("round", ALL, outcome.predicted_us, outcome.measured_us)]:
-        if what == ALL or max(predicted, measured) >= _LEAST_US:
+        if what == ALL or max(predicted, measured) >= _MIN_SHOWN_US:
             ratio = f"{predicted / measured:5.2f}" if measured > 0 and predicted > 0 else "    -"
             shown = part if what == ALL else ""
             lines.append(

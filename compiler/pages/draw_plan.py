@@ -13,7 +13,7 @@ _BOX, _HEIGHT, _GAP, _LEFT, _WIDTH = 98, 54, 8, 20, 900
 
 
 def plan_svg(view: PlanView) -> str:
-    """The picture, a whole SVG document."""
+    """The picture as an SVG document."""
     problem, plan = view.problem, view.plan
     y = 30
     title = f"{problem.llm.name} on {problem.machine.name}: {plan.per_token_us / 1e3:.2f} ms a token, "
@@ -31,7 +31,7 @@ def plan_svg(view: PlanView) -> str:
 
 
 def _devices(view: PlanView, y: int) -> tuple[list[str], int]:
-    """Boxes of all devices, one row for each node; memory fills a box from the bottom."""
+    """Boxes of all devices, one row per node; memory fills a box from the bottom."""
     drafting, stage_of = view.drafting_bytes, view.stage_of_device
     parts, device = [], 0
     for node, kind in enumerate(view.problem.machine.node_kinds()):

@@ -96,7 +96,7 @@ def _stage_lines(view: PlanView) -> list[str]:
 
 
 def _rate_lines(plan: Candidate, cost: RoundCost) -> list[str]:
-    """How often a round comes, and what it brings."""
+    """How long a round takes, and how many tokens it commits."""
     latency, busiest = f"{cost.latency_us / 1e3:.2f} ms", f"{cost.bottleneck_us / 1e3:.2f} ms"
     every = f"a round every {plan.period_us / 1e3:.2f} ms"
     if plan.micro_batches == 1:
@@ -155,7 +155,7 @@ def _timeline(view: PlanView) -> list[str]:
 
 
 def _memory_rows(view: PlanView) -> list[tuple[str, RankBytes]]:
-    """(what lives there and on which devices, bytes of one of them) for all devices that hold anything."""
+    """(what it holds and which devices they are, bytes of one of them) for all devices in use."""
     rows = [(f"stage {i}, {spans(view.layout.stages[i])}", memory) for i, memory in enumerate(view.stage_bytes)]
     for device, memory in sorted(view.drafting_bytes.items()):
         if device not in view.stage_of_device:

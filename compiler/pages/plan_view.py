@@ -1,4 +1,4 @@
-"""A plan as its page, its JSON and its picture show it: prices and bytes of its parts, each computed once."""
+"""What the page, the JSON and the picture of a plan show: prices and bytes of its parts, each computed once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexspec.compiler.prices.memory import RankBytes
 from flexspec.compiler.prices.problem import Problem
 from flexspec.compiler.prices.rounds import Prices, RoundCost, round_cost
 
-_LEAST_US = 0.0005  # shorter parts of a round are not shown
+_MIN_SHOWN_US = 0.0005
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PlanView:
 
     @cached_property
     def stage_bytes(self) -> list[RankBytes]:
-        """Memory of the largest rank of each stage, SSMs that live there included."""
+        """Memory of the largest rank of each stage, including its SSMs."""
         return plan_bytes(self.problem, self.plan.place, self.plan.cuts)
 
     @cached_property
@@ -53,7 +53,7 @@ class PlanView:
 
     @cached_property
     def timeline(self) -> list[tuple[str, float]]:
-        """The parts of a micro-batch's round in the order in which they happen, with their microseconds."""
+        """The parts of a micro-batch's round, in order, with their microseconds."""
         cost = self.cost
         parts = [("draft", cost.drafting_us)]
         for i, stage in enumerate(cost.stages):
@@ -61,4 +61,4 @@ class PlanView:
             parts.append((f"verify, stage {i}", stage.verify_us))
         parts.append(("ids out and back", cost.messages_us))
         parts.append(("accept, commit (host)", cost.host_us))
-        return [(name, us) for name, us in parts if us > _LEAST_US]
+        return [(name, us) for name, us in parts if us > _MIN_SHOWN_US]

@@ -31,7 +31,7 @@ ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Rounds to predict and to measure."""
+    """Rounds to predict and measure."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -78,7 +78,7 @@ class Outcome:
         return sorted(parts, key=_order)
 
     def rows(self) -> list[tuple[str, str, float, float]]:
-        """(part, what, predicted us, measured us), every part's sum (what is ``ALL``) before its lines."""
+        """(part, what, predicted us, measured us); the sum of a part (what: ``ALL``) precedes its lines."""
         rows: list[tuple[str, str, float, float]] = []
         for part in self.parts():
             names = dict.fromkeys(what for other, what in (*self.predicted, *self.measured) if other == part)
@@ -129,11 +129,11 @@ def predicted_lines(problem: Problem, trial: Trial) -> dict[Line, float]:
             calls = problem.llm.ranks[cut.degree].calls[unit]
             for what, us in _classes(problem.kind(cut.kind), problem.llm, calls, prices.sizes, cut.degree).items():
                 add(part, what, count * us)
-        beside = cost.stages[number].beside
-        add(part, HAND_OVER, beside.hand_over_us)
-        add(part, WAIT, beside.broadcast_us)
-        add(MESSAGES, ALL, beside.broadcast_host_us + beside.returned_us)
-        add(HOST, ALL, beside.host_us)
+        extras = cost.stages[number].extras
+        add(part, HAND_OVER, extras.hand_over_us)
+        add(part, WAIT, extras.broadcast_us)
+        add(MESSAGES, ALL, extras.broadcast_host_us + extras.returned_us)
+        add(HOST, ALL, extras.host_us)
         if number < final:
             add(hop_part(number), ALL, cost.hops_us[number])
     return lines
@@ -160,7 +160,7 @@ def _classes(kind: NodeKind, model: ModelProfile, calls: Sequence[Call], sizes: 
 
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Rank correlation of two equally long rows of numbers, ties sharing their mean rank; 0 where one has no order."""
+    """Rank correlation of two equally long sequences, ties sharing their mean rank; 0 if one is constant."""
     a, b = _ranks(xs), _ranks(ys)
     mean = (len(a) + 1) / 2
     spread = sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b)

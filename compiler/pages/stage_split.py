@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from flexspec.compiler.prices.cost import call_times
 from flexspec.compiler.prices.machine import NodeKind
 from flexspec.compiler.prices.profile import UNITS, Call
-from flexspec.compiler.prices.rounds import Beside, Cut, Prices, RoundCost
+from flexspec.compiler.prices.rounds import Cut, Prices, RoundCost, StageExtras
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ def stage_splits(prices: Prices, cost: RoundCost, cuts: Sequence[Cut]) -> list[S
     """One for each stage of ``cuts``, whose round at ``prices`` is ``cost``."""
     final = len(cuts) - 1
     return [
-        _split(prices, cut, stage.beside, first=i == 0, last=i == final)
+        _split(prices, cut, stage.extras, first=i == 0, last=i == final)
         for i, (cut, stage) in enumerate(zip(cuts, cost.stages, strict=True))
     ]
 
 
-def _split(prices: Prices, cut: Cut, beside: Beside, *, first: bool, last: bool) -> StageSplit:
+def _split(prices: Prices, cut: Cut, extras: StageExtras, *, first: bool, last: bool) -> StageSplit:
     kind, model = prices.problem.kind(cut.kind), prices.problem.llm
     operators = collectives = launch = 0.0
     for unit, count in zip(UNITS, (int(first), cut.blocks, int(last)), strict=True):
@@ -62,8 +62,8 @@ def _split(prices: Prices, cut: Cut, beside: Beside, *, first: bool, last: bool)
         operators, collectives, launch = (
             total + count * part_us for total, part_us in zip((operators, collectives, launch), parts, strict=True)
         )
-    launch += beside.hand_over_us + beside.broadcast_us + beside.broadcast_host_us
-    return StageSplit(prices.rows, operators, collectives, launch, beside.draft_us, beside.returned_us)
+    launch += extras.hand_over_us + extras.broadcast_us + extras.broadcast_host_us
+    return StageSplit(prices.rows, operators, collectives, launch, extras.draft_us, extras.returned_us)
 
 
 def _unit(prices: Prices, kind: NodeKind, calls: Sequence[Call], degree: int) -> tuple[float, float, float]:

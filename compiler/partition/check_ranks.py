@@ -19,15 +19,15 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """An exchange as all of its ranks must see it."""
+    """An exchange, as all of its ranks must describe it."""
 
     kind: str  # operator, or "hop"
     ranks: Ranks  # of a hop: sender, receiver
-    terms: str  # attributes and type, on which they must agree
+    terms: str  # the attributes and type on which they must agree
 
 
 def meeting_of(rank: int, node: Node) -> Meeting:
-    """The exchange of ``node`` on ``rank``, equal for all ranks that take part in it."""
+    """The exchange of ``node`` on ``rank``; equal for all ranks that take part in it."""
     attrs, kind, collective = dict(node.attrs), node.outputs[0].type, record_of(node).collective
     if collective is Collective.SEND:
         return Meeting("hop", (rank, as_int(attrs["to"])), f"channel {attrs['channel']}: {kind}")
@@ -43,7 +43,7 @@ def check_ranks(parts: Sequence[RankPart]) -> None:
     """Raise PartitionError if a step of these parts would deadlock."""
     graphs = {part.rank: part.graph for part in parts}
     if len(graphs) != len(parts):
-        raise _unfit("two parts of one rank")
+        raise _mismatch("two parts of one rank")
     meetings = {rank: _meetings(rank, graph) for rank, graph in graphs.items()}
     done = dict.fromkeys(meetings, 0)
     while True:
@@ -52,7 +52,7 @@ def check_ranks(parts: Sequence[RankPart]) -> None:
             return
         met = {m for m in next_of.values() if all(next_of.get(rank) == m for rank in m.ranks)}
         if not met:
-            raise _unfit(_stuck(next_of))
+            raise _mismatch(_stuck(next_of))
         for rank, meeting in next_of.items():
             done[rank] += meeting in met
 
@@ -66,7 +66,7 @@ def _stuck(next_of: Mapping[int, Meeting]) -> str:
     return "a deadlock between ranks: " + "; ".join(shown[:4]) + ("; ..." if len(shown) > 4 else "")
 
 
-def _unfit(found: str) -> PartitionError:
+def _mismatch(found: str) -> PartitionError:
     return PartitionError(
         found, "exchanges in the same order on all ranks of a group", "use the parts of all ranks of one plan"
     )

@@ -35,8 +35,8 @@ def partition(
 ) -> tuple[RankPart, ...]:
     """The parts of all ranks, by stage and then in the order of the stage's ranks; every graph is verified.
 
-    ``prefer`` names layouts of operators to choose if every rank gets a part (``{"moe_experts": "experts"}``). Raises
-    PartitionError for stages that do not fit the graph, and for operators that cannot be cut to a stage's degree.
+    ``prefer`` names the layout to choose for an operator if every rank gets a part (``{"moe_experts": "experts"}``).
+    Raises PartitionError for stages that do not fit the graph and operators that cannot be cut to a stage's degree.
     """
     check_layout_names(prefer or {})
     cuts = cut_stages(dead_values(graph), stages)
@@ -66,13 +66,17 @@ class _RankWriter:
 
     cut: StageCut
     cuts: Sequence[StageCut]  # of all stages
-    part: int  # number of the rank in the stage
+    part: int  # index of the rank in the stage
     types: dict[str, TensorType] = field(init=False)  # of the uncut values
     blocks: dict[str, int | None] = field(init=False)  # of the nodes that compute the uncut values
     stage_inputs: set[str] = field(init=False)  # names
-    available: dict[str, dict[tuple[int | str | None, int], str]] = field(default_factory=dict)  # local name by state
-    states: dict[str, list[State]] = field(default_factory=dict)  # in which a value is available, the original first
-    inputs: dict[str, list[Value]] = field(default_factory=dict)  # local ones by the uncut input's name
+    available: dict[str, dict[tuple[int | str | None, int], str]] = field(
+        default_factory=dict
+    )  # by state, the local name
+    states: dict[str, list[State]] = field(
+        default_factory=dict
+    )  # in which a value is available, its original one first
+    inputs: dict[str, list[Value]] = field(default_factory=dict)  # by the uncut input's name, the local ones
     nodes: list[Node] = field(default_factory=list)
     slices: list[WeightSlice] = field(default_factory=list)
     used_names: set[str] = field(default_factory=set)
@@ -108,13 +112,13 @@ class _RankWriter:
             sent += [
                 name for crossing in self.cut.sent if crossing.value.name in computed for name in self.send(crossing)
             ]
-        whole = [self.obtain(name, WHOLE) for name in self.cut.results]
+        results = [self.obtain(name, WHOLE) for name in self.cut.results]
         caches = [name for name in self.cut.graph.outputs if self.types[name].role is Role.KV]
         inputs = [local for value in self.cut.graph.inputs for local in self.inputs.get(value.name, [])]
         order = {value.name: position for position, value in enumerate(inputs)}
         self.slices.sort(key=lambda weight: order[weight.name])
         name = f"{self.cut.graph.name}.rank{self.ranks[self.part]}" if self.several else self.cut.graph.name
-        return Graph(name, tuple(inputs), tuple(self.nodes), (*whole, *sent, *caches))
+        return Graph(name, tuple(inputs), tuple(self.nodes), (*results, *sent, *caches))
 
     @property
     def several(self) -> bool:
@@ -132,7 +136,7 @@ class _RankWriter:
         return local
 
     def emit(self, op: str, name: str, operand: str, result: str, kind: TensorType, **attrs: Attr) -> str:
-        """An operator on this rank's part of the uncut value ``name``, in that value's block."""
+        """Write an operator on this rank's part of the uncut value ``name``, in that value's block."""
         outputs, pairs = (Value(result, kind),), tuple(sorted(attrs.items()))
         self.nodes.append(Node(op, (operand,), outputs, pairs, self.blocks.get(name)))
         return result
@@ -150,7 +154,7 @@ class _RankWriter:
         return state.axis.share(extent, self.degree, self.part)
 
     def call(self, sharded: ShardedNode) -> None:
-        """The node on this rank's operands, with attributes scaled to its share."""
+        """Write the node for this rank's operands, with attributes scaled to its share."""
         node, layout = sharded.node, sharded.layout
         operands = tuple(self.obtain(name, state) for name, state in zip(node.inputs, sharded.inputs, strict=True))
         split = [(n, s) for n, s in zip(node.inputs, sharded.inputs, strict=True) if isinstance(s.dim, int)]
@@ -177,7 +181,7 @@ class _RankWriter:
         self.nodes.append(Node(node.op, operands, tuple(outputs), tuple(sorted(attrs.items())), node.block))
 
     def obtain(self, name: str, state: State) -> str:
-        """The local name of a value in a state; the operators that bring it there are written first."""
+        """The local name of a value in a state, after writing the operators that convert it."""
         known = self.available.get(name, {}).get(state.key())
         if known is not None:
             return known
@@ -188,11 +192,11 @@ class _RankWriter:
             local = self.make_whole(name, kind)
         else:
             assert isinstance(state.dim, int), "no operator makes a partial sum of a whole value"
-            whole = self.obtain(name, WHOLE)
+            uncut = self.obtain(name, WHOLE)
             first, end = self.share(kind.dims[state.dim], state)
             local = self.fresh(f"{name}.part")
             self.emit(
-                "partition", name, whole, local, self.local_type(kind, state), dim=state.dim, first=first, end=end
+                "partition", name, uncut, local, self.local_type(kind, state), dim=state.dim, first=first, end=end
             )
         self.note(name, state, local)
         return local
@@ -229,19 +233,19 @@ class _RankWriter:
         return local
 
     def send(self, crossing: Crossing) -> list[str]:
-        """Send the value to the rank of the same number in the target stage, if there is one."""
+        """Send the value to the rank of the same index in the target stage, if there is one."""
         peers = self.cuts[crossing.target].stage.ranks
-        whole = self.obtain(crossing.value.name, WHOLE)
+        value = self.obtain(crossing.value.name, WHOLE)
         if self.part >= len(peers):
             return []
         local = self.fresh(f"{crossing.value.name}.to{crossing.target}")
         to = peers[self.part]
         return [
-            self.emit("send", crossing.value.name, whole, local, crossing.value.type, to=to, channel=crossing.channel)
+            self.emit("send", crossing.value.name, value, local, crossing.value.type, to=to, channel=crossing.channel)
         ]
 
     def receive(self, crossing: Crossing) -> None:
-        """Receive the value from the rank of the same number or, if the source stage has fewer, from a peer."""
+        """Receive the value from the rank of the same index or, if the source stage has fewer, from a peer."""
         value, peers = crossing.value, self.cuts[crossing.source].stage.ranks
         rows = self.row_counter(value)
         arriving: dict[str, Attr] = {

@@ -1,4 +1,4 @@
-"""The graphs of all ranks as they are compiled: first the model's graph is cut, then every part is lowered."""
+"""The graphs of all ranks as they are compiled: the model's graph is cut, then every part is lowered."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def lower_ranks(
     *,
     prefer: Mapping[str, str] | None = None,
 ) -> tuple[RankPart, ...]:
-    """The graph cut for every rank of the stages (``prefer`` as for partition), and every part lowered by the passes.
+    """Cut the graph for every rank of the stages (``prefer`` as for partition), and lower every part by the passes.
 
     With ``dump_dir``, the dumps of rank N are in ``rankN`` there; ``00_input.fsg`` is its graph before the passes. The
     parts are checked against each other again at the end. Raises PartitionError for stages that do not fit the graph,
-    and what run_passes raises.
+    and whatever run_passes raises.
     """
     parts = []
     for part in partition(graph, stages, prefer=prefer):
         folder = dump_dir / f"rank{part.rank}" if dump_dir is not None else None
         lowered = run_passes(part.graph, passes, folder)
-        read = {value.name for value in lowered.inputs}
-        weights = tuple(weight for weight in part.weights if weight.name in read)
+        used = {value.name for value in lowered.inputs}
+        weights = tuple(weight for weight in part.weights if weight.name in used)
         parts.append(replace(part, graph=lowered, weights=weights))
     check_ranks(parts)
     return tuple(parts)

@@ -13,11 +13,11 @@ class RankPart:
     """One rank's share of the model.
 
     The graph's inputs are the step, features if its stage reads them, weights, and caches. In the last stage, its first
-    outputs are those of the whole graph (logits, features), whole on every rank; then come sent values and caches.
+    outputs are those of the model's graph (logits, features), uncut on every rank; then come sent values and caches.
     """
 
     rank: int
-    stage: int  # number of the stage
+    stage: int
     graph: Graph
     weights: tuple[WeightSlice, ...]  # how each weight of the graph is cut from the model's
-    results: int  # number of outputs that are those of the whole graph
+    results: int  # how many outputs are those of the model's graph

@@ -2,8 +2,8 @@
 
 Greedy, in execution order: an operator gets the layout with the fewest exchanges for its operands; ties are broken by
 the most weight elements cut, then the fewest local cuts, then the order of declaration. On a decoder this finds the
-usual column and row cuts. A caller may prefer a layout of an operator by name. This file knows no operator by name and
-no ranks: shares.py decides which rank has which part.
+usual column and row cuts. A caller may prefer a layout by name. This file knows no operator by name and no ranks:
+shares.py decides which rank has which part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flexspec.types import Role, TensorType
 class State:
     """How a value is distributed over ranks."""
 
-    dim: int | str | None = None  # None: whole; "partial": summands of a sum over ranks; a number: cut along that dim
+    dim: int | str | None = None  # None: whole; "partial": a summand of a sum over ranks; a number: cut along that dim
     axis: Axis | None = None  # of the cut
 
     def key(self) -> tuple[int | str | None, int]:
@@ -44,18 +44,18 @@ class ShardedNode:
 
 
 @dataclass(slots=True)
-class _Solver:
+class _LayoutChooser:
     graph: Graph
     types: dict[str, TensorType]
     free: set[str]  # weights and caches: their reader chooses how they are distributed
-    prefer: Mapping[str, str]  # by operator, the layout to choose if every rank has a part
+    prefer: Mapping[str, str]  # by operator, the layout to choose if every rank gets a part
     degree: int
-    states: dict[str, list[State]] = field(default_factory=dict)  # in which a value is available, the original first
+    states: dict[str, list[State]] = field(default_factory=dict)  # by value, those available, its original one first
 
     def cost(self, name: str, dim: int | str | None) -> tuple[int, int] | None:
-        """(exchanges, conversions) until ``name`` is available cut along ``dim``; None if that is impossible.
+        """(exchanges, conversions) needed to have ``name`` cut along ``dim``; None if that is impossible.
 
-        A sum that has been reduced is not used as a partial sum again: the residual stream stays whole, as on one rank.
+        A reduced sum is not used as a partial sum again: the residual stream stays whole, as on one rank.
         """
         available = self.states[name]
         if dim == "partial" and name not in self.free and WHOLE in available:
@@ -66,12 +66,11 @@ class _Solver:
             return (0, 0) if dim != "partial" or self.types[name].role is Role.WEIGHT else None
         if dim == "partial":
             return None
-        whole = any(state.dim is None for state in available)
-        conversions = (0 if whole else 1) + (0 if dim is None else 1)
-        return 0 if whole else 1, conversions
+        exchanges = 0 if any(state.dim is None for state in available) else 1
+        return exchanges, exchanges + (0 if dim is None else 1)
 
     def price(self, node: Node, layout: TpLayout) -> tuple[int, int, int] | None:
-        """(exchanges, minus the weight elements cut, conversions); None if the layout is not legal."""
+        """(exchanges, negated weight elements cut, conversions); None if the layout is not legal."""
         kinds = [self.types[name] for name in node.inputs]
         if layout.operand_dims not in (None, len(kinds[0].dims) if kinds else 0):
             return None
@@ -102,9 +101,9 @@ class _Solver:
                 "operators whose records declare tensor-parallel layouts",
                 "declare one in the operator's record, or plan stages of one rank (a graph is cut only once)",
             )
-        wanted = [layout for _, layout in legal if layout.name == self.prefer.get(node.op)]
-        if wanted and self.parts(node, wanted[0]) >= self.degree:
-            return self.settle(node, wanted[0])
+        preferred = [layout for _, layout in legal if layout.name == self.prefer.get(node.op)]
+        if preferred and self.parts(node, preferred[0]) >= self.degree:
+            return self.settle(node, preferred[0])
         return self.settle(node, min(legal, key=lambda candidate: candidate[0])[1])
 
     def parts(self, node: Node, layout: TpLayout) -> int:
@@ -115,7 +114,7 @@ class _Solver:
         return min((size for size in cut if isinstance(size, int)), default=0)
 
     def settle(self, node: Node, layout: TpLayout) -> ShardedNode:
-        """Choose the layout: unite the axes that it cuts alike, and record the states of operands and results."""
+        """Apply a layout: unite the axes that it cuts alike, and record the states of operands and results."""
         cut, covering = Axis(_label(node, self.types)), Axis(_label(node, self.types))
         inputs: list[State] = []
         for position, name in enumerate(node.inputs):
@@ -153,15 +152,15 @@ class _Solver:
 
 
 def shard_layouts(graph: Graph, degree: int, prefer: Mapping[str, str] | None = None) -> tuple[ShardedNode, ...]:
-    """Layouts of all nodes, in order, for ``degree`` ranks. Raises PartitionError for an operator without a legal one.
+    """Layouts of all nodes, in order, for ``degree`` ranks. Raises PartitionError if an operator has no legal one.
 
-    ``prefer``: by operator, the name of a layout to choose if it is legal and has a part for every rank.
+    ``prefer``: by operator, the name of the layout to choose if it is legal and gives every rank a part.
     """
     free = {value.name for value in graph.inputs if value.type.role in (Role.WEIGHT, Role.KV)}
-    solver = _Solver(graph, graph.types(), free, prefer or {}, degree)
+    chooser = _LayoutChooser(graph, graph.types(), free, prefer or {}, degree)
     for value in graph.inputs:
-        solver.states[value.name] = [] if value.name in free else [WHOLE]
-    return tuple(solver.choose(node) for node in graph.nodes)
+        chooser.states[value.name] = [] if value.name in free else [WHOLE]
+    return tuple(chooser.choose(node) for node in graph.nodes)
 
 
 def check_layout_names(prefer: Mapping[str, str]) -> None:
@@ -177,10 +176,10 @@ def check_layout_names(prefer: Mapping[str, str]) -> None:
 
 
 def whole_layouts(graph: Graph) -> tuple[ShardedNode, ...]:
-    """Nothing cut: a stage of one rank."""
-    whole = TpLayout("replicated", (None,), (None,))
+    """The layouts of a stage with one rank: nothing is cut."""
+    uncut = TpLayout("replicated", (None,), (None,))
     return tuple(
-        ShardedNode(node, whole, (WHOLE,) * len(node.inputs), (WHOLE,) * len(node.outputs)) for node in graph.nodes
+        ShardedNode(node, uncut, (WHOLE,) * len(node.inputs), (WHOLE,) * len(node.outputs)) for node in graph.nodes
     )
 
 
@@ -188,7 +187,7 @@ def _cut(kind: TensorType, dim: int | str | None, axis: Axis) -> State:
     if not isinstance(dim, int):
         return State(dim)
     extent = kind.dims[dim]
-    assert isinstance(extent, int), "price() refused symbolic dims"
+    assert isinstance(extent, int), "price() rejects symbolic dims"
     last = dim == len(kind.dims) - 1  # a stored weight's blocks run along its rows
     axis.see(extent, kind.format.block_elements if kind.format and last else 1)
     return State(dim, axis)

@@ -1,6 +1,6 @@
-"""Which rank has which part: the axes along which a graph is cut, the range of each rank, the recipe of its weights.
+"""Which rank has which part: the axes along which a graph is cut, each rank's range, the recipe for its weights.
 
-An axis is whatever the ranks of a stage divide by one set of ranges: attention heads, ffn columns, the vocabulary.
+An axis is anything that the ranks of a stage divide by one set of ranges: attention heads, ffn columns, the vocabulary.
 Sizes need not be divisible: shares differ by at most one unit, and the first ranks have the larger ones.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Range = tuple[int, int]  # first, end (not included)
+Range = tuple[int, int]  # first, end (exclusive)
 
 
 def even_ranges(units: int, parts: int) -> tuple[Range, ...]:
@@ -30,10 +30,10 @@ def even_ranges(units: int, parts: int) -> tuple[Range, ...]:
 
 
 def head_ranges(heads: int, kv_heads: int, parts: int) -> tuple[Range, ...]:
-    """Query heads of each rank: those of whole kv heads, or some of one kv head's if ranks outnumber kv heads.
+    """Query heads of each rank: all those of some kv heads, or some of one kv head's if ranks outnumber kv heads.
 
-    Attention has the same number of query heads for every kv head, so no rank may have one kv head's queries and half
-    of the next one's. 9 heads with 3 kv heads on 2 ranks are 6 and 3, on 4 ranks 2, 1, 3 and 3.
+    Attention has equally many query heads for every kv head, so no rank may have one kv head's queries and half of the
+    next one's. 9 heads with 3 kv heads are 6 and 3 on 2 ranks; 2, 1, 3 and 3 on 4 ranks.
     """
     share = heads // kv_heads
     if parts <= kv_heads:
@@ -47,15 +47,15 @@ def head_ranges(heads: int, kv_heads: int, parts: int) -> tuple[Range, ...]:
 
 
 class Axis:
-    """One axis; axes are united while layouts are chosen (union-find)."""
+    """An axis. Axes are united while layouts are chosen (union-find)."""
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self.extents: set[int] = set()  # sizes of its dims, multiples of the least (8 heads: 8, and 8 * 64 columns)
-        self.blocks: dict[int, int] = {}  # by extent: cuts are allowed only between blocks of so many entries
-        self.covers: Axis | None = None  # the axis from whose ranges its own follow; these may overlap
+        self.extents: set[int] = set()  # sizes of its dims, multiples of the smallest (8 heads: 8, and 8 * 64 columns)
+        self.blocks: dict[int, int] = {}  # extent -> entries of a block: cuts are allowed only between blocks
+        self.covers: Axis | None = None  # the axis whose ranges determine this one's, which may overlap
         self.covered_by: list[Axis] = []
-        self.must_tile = False  # a sum or gather over it would count a part twice that ranks share
+        self.must_tile = False  # no overlaps: a sum or gather over it would count shared parts twice
         self._same: Axis | None = None
 
     def root(self) -> Axis:
@@ -72,40 +72,41 @@ class Axis:
 
     def unite(self, other: Axis) -> None:
         """Make both one axis. Raises PartitionError if one covers the other."""
-        mine, theirs = self.root(), other.root()
-        if mine is theirs:
+        root, joined = self.root(), other.root()
+        if root is joined:
             return
-        covered = [axis.covers.root() for axis in (mine, theirs) if axis.covers is not None]
-        if mine in covered or theirs in covered or (len(covered) == 2 and covered[0] is not covered[1]):
+        covered = [axis.covers.root() for axis in (root, joined) if axis.covers is not None]
+        if root in covered or joined in covered or (len(covered) == 2 and covered[0] is not covered[1]):
             raise PartitionError(
-                f"{mine.label} and {theirs.label} are cut alike, and one of them as the other's kv heads",
+                f"{root.label} and {joined.label} are cut alike, and one of them as the other's kv heads",
                 "a graph whose queries and keys are separate values",
                 "cut the graph before the passes that fuse its operators",
             )
-        mine.extents |= theirs.extents
-        for extent, block in theirs.blocks.items():
-            mine.see(extent, block)
-        mine.covered_by += theirs.covered_by
-        mine.covers = mine.covers or theirs.covers
-        mine.must_tile |= theirs.must_tile
-        theirs._same = mine
+        root.extents |= joined.extents
+        for extent, block in joined.blocks.items():
+            root.see(extent, block)
+        root.covered_by += joined.covered_by
+        root.covers = root.covers or joined.covers
+        root.must_tile |= joined.must_tile
+        joined._same = root
 
     def cover(self, other: Axis) -> None:
         """Derive this axis' ranges from those of ``other``. Raises PartitionError if both are one axis."""
-        mine, theirs = self.root(), other.root()
-        if mine is theirs or theirs.covers is not None or (mine.covers and mine.covers.root() is not theirs):
+        covering, covered = self.root(), other.root()
+        others = covering.covers and covering.covers.root() is not covered
+        if covering is covered or covered.covers is not None or others:
             raise PartitionError(
-                f"{mine.label} and {theirs.label} are cut alike, and one of them as the other's kv heads",
+                f"{covering.label} and {covered.label} are cut alike, and one of them as the other's kv heads",
                 "a graph whose queries and keys are separate values",
                 "cut the graph before the passes that fuse its operators",
             )
-        mine.covers = theirs
-        theirs.covered_by.append(mine)
+        covering.covers = covered
+        covered.covered_by.append(covering)
 
     def units(self) -> int:
-        """The number of indivisible units: entries of the least extent, or groups of them that make whole blocks.
+        """The number of indivisible units: entries of the smallest extent, or groups of them that make whole blocks.
 
-        Raises PartitionError if another extent is not a multiple of the least.
+        Raises PartitionError if another extent is not a multiple of the smallest.
         """
         axis = self.root()
         least = min(axis.extents)
@@ -121,7 +122,7 @@ class Axis:
         return least if step == 1 else axis._units_of_blocks(least, step)
 
     def _units_of_blocks(self, least: int, step: int) -> int:
-        """The most units that ``step`` allows such that none has queries of two kv heads in part."""
+        """The most units that ``step`` allows without a unit that has part of two kv heads' queries."""
         groups = min((covering.root().units() for covering in self.covered_by), default=1)
         counts = (least // size for size in range(step, least + 1, step) if least % size == 0)
         return next(count for count in counts if count % groups == 0 or groups % count == 0)
@@ -130,10 +131,10 @@ class Axis:
         """The units of each rank. Raises PartitionError if there are fewer units than ranks."""
         axis, units = self.root(), self.units()
         if axis.covers is not None:
-            whole = axis.covers.root()
+            covered = axis.covers.root()
             return tuple(
-                (first * units // whole.units(), ceil_div(end * units, whole.units()))
-                for first, end in whole.ranges(degree)
+                (first * units // covered.units(), ceil_div(end * units, covered.units()))
+                for first, end in covered.ranges(degree)
             )
         if units < degree:
             raise PartitionError(
@@ -145,7 +146,7 @@ class Axis:
         return head_ranges(units, groups, degree) if units % groups == 0 else even_ranges(units, degree)
 
     def share(self, extent: int, degree: int, part: int) -> Range:
-        """The range of rank number ``part`` of the stage along a dim of this size."""
+        """The range of the stage's rank ``part`` along a dim of this size."""
         first, end = self.ranges(degree)[part]
         scale = extent // self.units()
         return first * scale, end * scale
@@ -169,9 +170,9 @@ class WeightSlice:
     name: str  # in the rank's graph
     source: str  # the model's weight
     source_dims: tuple[int, ...]
-    dim: int | None = None  # that is cut; None: the whole weight
-    first: int = 0  # entry along dim
-    end: int = 0  # not included
+    dim: int | None = None  # the one that is cut; None: the whole weight
+    first: int = 0  # along dim
+    end: int = 0  # exclusive
     zeros: bool = False  # zeros instead: a bias must count once in a sum over ranks, and another rank has it
 
     def dims(self) -> tuple[int, ...]:
@@ -180,23 +181,23 @@ class WeightSlice:
             return self.source_dims
         return (*self.source_dims[: self.dim], self.end - self.first, *self.source_dims[self.dim + 1 :])
 
-    def take(self, whole: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The rank's part of the whole weight. Raises WeightError if its dims are not ``source_dims``."""
-        if whole.shape != self.source_dims:
+    def take(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The rank's part of the model's weight. Raises WeightError if its dims are not ``source_dims``."""
+        if weight.shape != self.source_dims:
             raise WeightError(
-                f"weight {self.source} of shape {list(whole.shape)}",
+                f"weight {self.source} of shape {list(weight.shape)}",
                 f"{list(self.source_dims)}",
                 "load the checkpoint that the graph is for",
             )
         if self.zeros:
-            return whole * 0
+            return weight * 0
         if self.dim is None:
-            return whole
-        return whole[(slice(None),) * self.dim + (slice(self.first, self.end),)]
+            return weight
+        return weight[(slice(None),) * self.dim + (slice(self.first, self.end),)]
 
 
 def cut_weights(
     slices: Sequence[WeightSlice], get: Callable[[str], NDArray[np.float32]]
 ) -> Mapping[str, NDArray[np.float32]]:
-    """The weights of one rank by their names in its graph; ``get`` returns a whole weight. Raises WeightError."""
+    """The weights of one rank by their names in its graph; ``get`` returns the model's weights. Raises WeightError."""
     return {part.name: part.take(get(part.source)) for part in slices}

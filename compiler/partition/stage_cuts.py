@@ -32,7 +32,7 @@ class Crossing:
 class StageCut:
     """One stage: its graph, and the crossings out of it and into it.
 
-    Receiving in the order of source stages prevents deadlock, whatever blocks: the first stage never waits, so its
+    Receiving in the order of source stages prevents deadlock even if sends block: the first stage never waits, so its
     messages arrive; then those of the second do, and so on.
     """
 
@@ -44,12 +44,12 @@ class StageCut:
 
 
 def cut_stages(graph: Graph, stages: Sequence[Stage]) -> tuple[StageCut, ...]:
-    """The graph cut at the edges of the stages. Raises PartitionError for stages that do not fit the graph."""
+    """Cut the graph between the stages. Raises PartitionError for stages that do not fit the graph."""
     blocks = graph.blocks()
     if not blocks:
         raise PartitionError(
             f"graph {graph.name}, whose operators belong to no block",
-            "numbered decoder blocks, between which stages are cut",
+            "numbered decoder blocks, between which it can be cut into stages",
             "write them with `with b.block(i):` in the model file",
         )
     check_stages(stages, _invalid)
@@ -74,7 +74,7 @@ def _places(graph: Graph, stages: Sequence[Stage], blocks: dict[str, int]) -> di
 
 
 def _crossings(graph: Graph, place: dict[str, int], stages: int) -> list[Crossing]:
-    """In the order in which values are computed, then of target stages."""
+    """All crossings, in the order in which their values are computed, then by target stage."""
     targets: dict[str, set[int]] = {}
     for node in graph.nodes:
         for name in node.inputs:

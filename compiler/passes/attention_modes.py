@@ -1,4 +1,4 @@
-"""Pass: write the attention mode. An LLM verifies trees, an SSM takes incremental steps; model files say neither."""
+"""Pass: write the attention mode. An LLM verifies trees, an SSM takes incremental steps; model files do not say."""
 
 from __future__ import annotations
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from flexspec.graph import Graph, Node
 
-_MOST = 8  # products of a group; the record's arity is 1 + 2 * 8
+_MAX_PRODUCTS = 8  # in a group; the record's arity is 1 + 2 * 8
 
 
 def fuse_projections(graph: Graph) -> Graph:
-    """Group linears of one x and one block that agree on having a bias and on the format of their weights.
+    """Group linears with the same x, block and weight format, all with a bias or all without.
 
-    The group stands where its first member stood. Weights and biases are graph inputs, so nothing a group reads can be
-    defined between its members. A linear with an operand that a node computes is left alone.
+    The group takes the place of its first member. Weights and biases are graph inputs, so nothing that a group reads
+    can be defined between its members. Linears with computed weights or biases are left alone.
     """
     computed, types = graph.producers(), graph.types()
     groups: dict[tuple[str, bool, str, int | None], list[int]] = {}
@@ -23,8 +23,8 @@ def fuse_projections(graph: Graph) -> Graph:
             groups.setdefault((x, bool(bias), types[weight].stored, node.block), []).append(at)
     nodes: list[Node | None] = list(graph.nodes)
     for (_, biased, _, _), members in groups.items():
-        for first in range(0, len(members), _MOST):
-            part = members[first : first + _MOST]
+        for first in range(0, len(members), _MAX_PRODUCTS):
+            part = members[first : first + _MAX_PRODUCTS]
             if len(part) > 1:
                 nodes[part[0]] = _group([graph.nodes[at] for at in part], biased)
                 for at in part[1:]:

@@ -1,4 +1,4 @@
-"""Pass: add(r, linear(x, w)) becomes linear_add(x, w, r), so that the sum costs no pass over memory of its own."""
+"""Pass: add(r, linear(x, w)) becomes linear_add(x, w, r), so that the sum needs no extra pass over memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flexspec.graph import Graph, Node
 
 
 def fuse_residual(graph: Graph) -> Graph:
-    """Fuse an add with the linear that feeds it, if the add is its only reader; of two, the one computed later."""
+    """Fuse an add with the linear that feeds it, if the add is its only reader; of two such linears, take the later."""
     producers, users = graph.producers(), graph.users()
     nodes: list[Node | None] = list(graph.nodes)
     for at, node in enumerate(graph.nodes):

@@ -8,7 +8,7 @@ from flexspec.graph import Graph, Node
 
 
 def fuse_swiglu(graph: Graph) -> Graph:
-    """Fuse where both products have no bias, the same x, weights stored alike, and no other reader."""
+    """Fuse if both products have no bias, the same x, the same weight format and no other reader."""
     producers, users, types = graph.producers(), graph.users(), graph.types()
     nodes: list[Node | None] = list(graph.nodes)
     for at, node in enumerate(graph.nodes):
@@ -26,6 +26,6 @@ def fuse_swiglu(graph: Graph) -> Graph:
 
 
 def _private_product(graph: Graph, node: Node, users: dict[str, list[int]]) -> bool:
-    """True for a linear without bias whose result has one reader and is no output."""
+    """Whether a node is a linear without bias whose result has one reader and is not an output."""
     name = node.outputs[0].name
     return node.op == "linear" and len(node.inputs) == 2 and len(users[name]) == 1 and name not in graph.outputs

@@ -1,4 +1,4 @@
-"""The table of contents of the passes, and their runner: the verifier after each, a numbered dump on request."""
+"""The table of contents of the passes, and their runner: it verifies after each and dumps the graphs on request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pass:
 
 _FUSION = (
     Pass("dead_values", dead_values),
-    Pass("fuse_swiglu", fuse_swiglu),  # before fuse_projections, which would take gate and up for a group
+    Pass("fuse_swiglu", fuse_swiglu),  # before fuse_projections, which would group gate and up
     Pass("fuse_projections", fuse_projections),
     Pass("fuse_residual", fuse_residual),
 )
@@ -40,8 +40,8 @@ SSM_PASSES = (Pass("attention_modes", partial(attention_modes, mode="incremental
 def run_passes(graph: Graph, passes: Sequence[Pass], dump_dir: Path | None = None) -> Graph:
     """The graph after all passes, verified before the first and after each.
 
-    With ``dump_dir`` the text after step n is written to ``NN_pass.fsg`` there (00_input first), also for the pass that
-    breaks the graph. Raises GraphError for a bad input graph and PassError naming the pass that broke it.
+    With ``dump_dir``, the text after pass n is written to ``NN_pass.fsg`` there (00_input first), even if that pass
+    broke the graph. Raises GraphError for an invalid input graph, and PassError naming the pass that broke it.
     """
     _dump(graph, dump_dir, 0, "input")
     verify(graph)
@@ -54,7 +54,7 @@ def run_passes(graph: Graph, passes: Sequence[Pass], dump_dir: Path | None = Non
             raise PassError(
                 f"pass {step.name} (number {number}) broke the graph: {error.found}",
                 error.expected,
-                f"this is a fault of the pass, please report it with --dump-ir output; {error.fix}",
+                f"this is a bug in the pass: please report it with the --dump-ir output; {error.fix}",
             ) from error
     return graph
 

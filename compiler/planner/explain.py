@@ -25,7 +25,7 @@ class Explanation:
     best: Candidate
     runners: tuple[Candidate, ...]
     why_not: tuple[tuple[int, str], ...]  # (degree, reason) for every degree that the plan does not use
-    by_hand: Candidate | None  # the best plan of equal stages and one degree
+    by_hand: Candidate | None  # the best plan with equal stages and one degree
     rungs: tuple[PricedChoice, ...]  # of the ladder
     notes: tuple[str, ...]  # sentences
 
@@ -87,7 +87,7 @@ def _why_not(problem: Problem, best: Candidate, degree: int, plans: list[Candida
 
 
 def _fastest(problem: Problem, degree: int) -> Candidate | None:
-    """The plan of least latency with only this degree, whatever the limit; None if none fits."""
+    """The plan with the least latency among those with only this degree, whatever the limit; None if none fits."""
     front = pareto_front(replace(problem, objective="throughput", limit_us=math.inf, degrees=(degree,)))
     return front[0] if front else None
 

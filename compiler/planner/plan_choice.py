@@ -1,4 +1,4 @@
-"""Turns a result of the search into a plan: ranks and devices, the ladder over batch sizes, predicted figures."""
+"""Turns a candidate of the search into a plan: ranks and devices, the ladder over batch sizes, predicted figures."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def make_plan(
     layout: Layout | None = None,
     rungs: Sequence[PricedChoice] = (),
 ) -> Plan:
-    """The plan of a candidate. ``layout`` and ``rungs`` are computed unless they are passed.
+    """The plan of a candidate. ``layout`` and ``rungs`` are computed unless passed.
 
     Ranks are numbered by stage; ranks that only draft come last.
     """
@@ -153,7 +153,7 @@ def best_choice(
     batch: int | None = None,
     micro_batches: int | None = None,
 ) -> Candidate | None:
-    """The best choice for ``cuts``; None if none meets the limit. Other arguments narrow what is tried."""
+    """The best choice for ``cuts``; None if none meets the limit. The other arguments narrow what is tried."""
     free_bytes = least_free_bytes(problem, place, cuts)
     best: Candidate | None = None
     batches = (batch,) if batch else problem.tried_batches
@@ -216,7 +216,7 @@ def least_free_bytes(problem: Problem, place: SsmPlace, cuts: Sequence[Cut]) -> 
 
 
 def drafting_bytes(problem: Problem, place: SsmPlace, layout: Layout) -> dict[int, RankBytes]:
-    """Memory that SSMs take on every device that drafts, with or without a stage there."""
+    """Memory that SSMs take on every device that drafts, whether or not it also has a stage."""
     drafting: dict[int, RankBytes] = {}
     for ssm_bytes, devices in zip(problem.ssm_bytes_at(place), layout.ssms, strict=False):
         for device in devices:

@@ -1,4 +1,4 @@
-"""Plan files: JSON by ``flexspec plan -o``, or hand-written TOML; for ``compile --plan`` and ``plan --score``.
+"""Plan files: JSON from ``flexspec plan -o``, or hand-written TOML; for ``compile --plan`` and ``plan --score``.
 
 Owns reading them, converting one form to the other, and the check that a plan suits a model. Prices are not used here
 (score_plan.py).
@@ -12,8 +12,8 @@ from pathlib import Path
 from flexspec.checked_table import Table, read_table
 from flexspec.compiler.artifact.plan import (
     MAX_BLOCKS,
+    MAX_MICRO_BATCHES,
     MAX_RANKS,
-    MOST_MICRO_BATCHES,
     Plan,
     Stage,
     check_blocks,
@@ -36,12 +36,12 @@ FIX = "correct the plan file"
 
 @dataclass(frozen=True, slots=True)
 class HandPlan:
-    """A hand-written plan. Whoever reads it chooses what it omits (None)."""
+    """A hand-written plan. The reader chooses what it omits (None)."""
 
     source: str  # the file
     stages: tuple[tuple[int, tuple[int, ...]], ...]  # (blocks, devices)
     place: SsmPlace | None = None
-    ssm_devices: tuple[int, ...] = ()  # a device for every SSM, if they are on separate devices
+    ssm_devices: tuple[int, ...] = ()  # one per SSM, if they are on separate devices
     draft: DraftPlan | None = None
     batch: int | None = None
     micro_batches: int | None = None
@@ -52,12 +52,12 @@ class HandPlan:
 
 
 def wrong(found: str, expected: str) -> PlanError:
-    """The error of an invalid plan file."""
+    """The error for an invalid plan file."""
     return PlanError(found, expected, FIX)
 
 
 def read_plan(path: Path, ssms: int, draft: DraftPlan) -> Plan:
-    """The plan of a file; ``draft`` is the draft plan of a TOML file that names none. Raises PlanError."""
+    """The plan of a file; ``draft`` is for a TOML file that names no draft plan. Raises PlanError."""
     plan = _read(path)
     return plan if isinstance(plan, Plan) else _plan_of(plan, ssms, draft)
 
@@ -93,7 +93,7 @@ def _read_hand(table: Table, source: str) -> HandPlan:
     place = place_named(name) if name else None
     if (place is not None and place.separate) != bool(ssm_devices):
         raise table.error(
-            "ssm_devices", f"{list(ssm_devices)} with ssm = {name!r}", 'a device for each SSM with ssm = "own"'
+            "ssm_devices", f"{list(ssm_devices)} with ssm = {name!r}", 'one device per SSM with ssm = "own"'
         )
     plan = HandPlan(
         source,
@@ -102,7 +102,7 @@ def _read_hand(table: Table, source: str) -> HandPlan:
         ssm_devices,
         _draft(table) if table.has("draft") else None,
         table.count("batch", OPEN_BATCH) if table.has("batch") else None,
-        table.count("micro_batches", MOST_MICRO_BATCHES) if table.has("micro_batches") else None,
+        table.count("micro_batches", MAX_MICRO_BATCHES) if table.has("micro_batches") else None,
     )
     table.done()
     return plan
@@ -120,7 +120,7 @@ def _take(part: Table, key: str, devices: tuple[int, ...], taken: set[int]) -> N
     """Add the devices of a stage or an SSM to ``taken``, which must not contain them yet."""
     for device in devices:
         if device in taken:
-            raise part.error(key, f"a device twice, {device}, in {list(devices)}", "each device in one place")
+            raise part.error(key, f"device {device} again, in {list(devices)}", "each device only once")
         taken.add(device)
 
 
@@ -149,7 +149,7 @@ def _plan_of(hand: HandPlan, ssms: int, draft: DraftPlan) -> Plan:
 
 
 def _hand_plan_of(source: str, plan: Plan, requests: int) -> HandPlan:
-    """Ranks become devices; draft plan and micro-batches are those of the ladder for this batch."""
+    """Ranks become devices; draft plan and micro-batches are the ladder's for this batch."""
 
     def devices(ranks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(plan.devices[rank] if plan.devices else rank for rank in ranks)
@@ -174,7 +174,7 @@ def _place_of(plan: Plan) -> SsmPlace:
 
 
 def check_runnable(plan: Plan, blocks: int, ssms: int) -> None:
-    """Raise PlanError for a plan that no ranks can run, or that was not made for this model and its SSMs."""
+    """Raise PlanError for a plan that no ranks could run, or that was not made for this model and its SSMs."""
     check_plan(plan, _invalid)
     check_blocks(plan.stages[-1].end_block, blocks, _invalid)
     if all(0 not in stage.ranks for stage in plan.stages):

@@ -1,8 +1,8 @@
 """An independent check of the search: enumeration of small spaces, branch and bound with a gap for large ones.
 
-Shares the prices of a round with the search, since they are the objective, and nothing of its algorithm: this file must
-not import ``search``. It builds plans stage by stage and evaluates all draft plans, batches and micro-batch counts of a
-plan at once, as vectors. Enumeration also finds how much memory the plans of least value leave free.
+Shares the prices of a round with the search, since they are the objective, but not its algorithm: this file must not
+import ``search``. It builds plans stage by stage and evaluates all draft plans, batches and micro-batch counts of a
+plan at once, as vectors. Enumeration also finds how much memory the best plans leave free.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ FORMULA = "max(latency, micro-batches * bottleneck) of a round / committed token
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What is proven about the least value of all plans."""
+    """What is proven about the lowest value of all plans."""
 
     method: str  # "enumeration" or "branch and bound"
     plans: int  # stage structures over all SSM places
     choices: int  # (SSM place, draft plan, batch, micro-batches) of a structure, at most
-    best_us: float  # the least value seen
+    best_us: float  # the lowest value seen
     bound_us: float  # lower bound of every plan's value
     examined: int  # plans, or partial plans
-    free_bytes: int | None = None  # most that plans of the best value leave on their fullest device; None: unknown
+    free_bytes: int | None = None  # most that plans with that value leave on their fullest device; None: unknown
 
     @property
     def gap(self) -> float:
@@ -74,8 +74,8 @@ class _Partial:
 class _Extended:
     """A partial plan with one more stage, for every number of blocks that the stage may have (the first axis)."""
 
-    partial: _Partial  # blocks, times and free bytes not set
-    blocks: NDArray[np.int64]  # placed in all
+    partial: _Partial  # without its blocks, times and free bytes
+    blocks: NDArray[np.int64]  # placed in total
     latency: Vector
     bottleneck: Vector
     free_bytes: Vector
@@ -194,7 +194,7 @@ class _Space:
             yield _Extended(partial, plan.blocks + blocks, latency, bottleneck, free)
 
     def enumerate(self) -> list[tuple[float, float]]:
-        """(least value, free bytes on the fullest device) of every plan, by depth-first enumeration."""
+        """(lowest value, free bytes on the fullest device) of every plan, by depth-first enumeration."""
         plans: list[tuple[float, float]] = []
         stack = [self.start()]
         while stack:
@@ -209,7 +209,7 @@ class _Space:
 
     @cached_property
     def least(self) -> tuple[Vector, Vector, Vector]:
-        """The least (time of a block, device time of a block, time of a last stage's ends) over kinds and degrees."""
+        """The least (time of a block, device time of a block, time of the last stage's ends) over kinds and degrees."""
         kinds = {pool.kind for pool in self.pools}
         fit = [
             (self.stage(kind, degree, False, False)[0], degree)
@@ -225,7 +225,7 @@ class _Space:
         )
 
     def bound(self, extended: _Extended) -> Vector:
-        """A lower bound of every completion: the fastest rest, shared evenly by the remaining devices."""
+        """A lower bound of every completion: the fastest blocks, shared evenly by the remaining devices."""
         block, work, ends = self.least
         partial, bottleneck = extended.partial, extended.bottleneck
         left = (self.blocks - extended.blocks)[:, None]
@@ -242,7 +242,7 @@ def _add(nodes: tuple[int, ...], k: int) -> tuple[int, ...]:
 
 
 def prove(problem: Problem, incumbent_us: float, *, expansions: int = EXPANSIONS) -> Certificate:
-    """Compare ``incumbent_us`` with the least value of the space or, if that is too large, with a lower bound of it."""
+    """Compare ``incumbent_us`` with the lowest value of the space or, if that is too large, with a lower bound."""
     spaces = [_Space(problem, place) for place in problem.places()]
     plans = sum(space.count() for space in spaces)
     choices = sum(len(space.choices) for space in spaces)
@@ -258,7 +258,7 @@ def prove(problem: Problem, incumbent_us: float, *, expansions: int = EXPANSIONS
 def _branch_and_bound(
     spaces: list[_Space], plans: int, choices: int, incumbent_us: float, expansions: int
 ) -> Certificate:
-    """Best first: the least promising plans are never examined; the head of the queue is their lower bound."""
+    """Best first: the least promising plans are never examined; the head of the queue bounds them all."""
     best, serial = incumbent_us, itertools.count()
     queue = [(0.0, next(serial), space, space.start()) for space in spaces]
     heapq.heapify(queue)

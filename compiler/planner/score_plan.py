@@ -1,4 +1,4 @@
-"""Prices a hand-written plan: its devices become cuts and an SSM place of the problem, or a typed error."""
+"""Prices a hand-written plan: its devices become cuts and an SSM place of the problem, or it is refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def score_plan(problem: Problem, plan: HandPlan) -> Candidate:
 def priced_plan(problem: Problem, path: Path, plan: HandPlan, candidate: Candidate) -> Plan:
     """The plan of file ``path`` with its price, for writing: on the devices and with the drafting that it names.
 
-    A JSON plan keeps its ladder; a TOML plan gets one for what it leaves open.
+    A JSON plan keeps its ladder; a TOML plan gets one within what it fixes.
     """
     if path.suffix == ".json":
         original = read_plan(path, len(problem.ssms), candidate.entry.draft)
@@ -74,7 +74,7 @@ def hand_layout(problem: Problem, plan: HandPlan, place: SsmPlace) -> Layout:
 
 
 def stage_cuts(problem: Problem, plan: HandPlan) -> tuple[Cut, ...]:
-    """The stages as the search has them. A node is entered only once: the space has no plans that return to one."""
+    """The stages as cuts. A node is entered only once: the search space has no plans that return to one."""
     machine = problem.machine
 
     def invalid(key: str, found: str, expected: str) -> PlanError:
@@ -113,7 +113,7 @@ def _place(problem: Problem, plan: HandPlan) -> SsmPlace:
         return place
     if len(plan.ssm_devices) != len(problem.ssms):
         devices = f"{plan.source}: ssm_devices {list(plan.ssm_devices)}"
-        raise wrong(devices, f"a device for each of {len(problem.ssms)} SSMs")
+        raise wrong(devices, f"one device for each of {len(problem.ssms)} SSMs")
     machine = problem.machine
     inside = [device for device in plan.ssm_devices if device < machine.devices]
     nodes = {machine.device_node(device) for device in inside}

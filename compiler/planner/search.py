@@ -2,7 +2,7 @@
 
 The outer loop tries every SSM place, draft plan, batch size and micro-batch count. For each, the dynamic program of
 stage_program.py gives the least latency of plans whose busiest part stays below a limit, and bisection over the values
-that the bottleneck can take finds the best limit. Of plans of equal value, the one with the most free memory on its
+that the bottleneck can take finds the best limit. Among plans of equal value, the one with the most free memory on its
 fullest device wins. docs/design/planning.md has the proof.
 """
 
@@ -47,12 +47,12 @@ class Candidate(PricedChoice):
     free_bytes: float  # on its fullest device
 
     def structure(self) -> tuple[str, tuple[Cut, ...]]:
-        """The same for two plans that differ only in how rounds run."""
+        """Equal for two plans that differ only in how rounds run."""
         return self.place.with_stages(len(self.cuts)).name, self.cuts
 
 
 def search(problem: Problem, *, degrees: Sequence[int] = (), places: Sequence[SsmPlace] = ()) -> list[Candidate]:
-    """The best plan, then the best ones of other SSM places that come close. Raises PlanError if no plan fits.
+    """The best plan, then the best of each other SSM place that comes close. Raises PlanError if no plan fits.
 
     ``degrees`` and ``places`` narrow the search; by default all legal ones are tried.
     """
@@ -60,7 +60,7 @@ def search(problem: Problem, *, degrees: Sequence[int] = (), places: Sequence[Ss
     cutoff = INF
     for place in sorted(places or problem.places(), key=lambda place: _ORDER.index(type(place))):
         limit = cutoff if place.drafts else INF
-        candidate = _Place(problem, place, tuple(degrees) or problem.legal_degrees).best(limit)
+        candidate = _PlaceSearch(problem, place, tuple(degrees) or problem.legal_degrees).best(limit)
         if candidate:
             best[place] = candidate
             cutoff = min(cutoff, WORTH_SHOWING * candidate.value_us)
@@ -83,13 +83,13 @@ def no_plan(problem: Problem) -> PlanError:
     kind = max(problem.machine.kinds, key=lambda kind: kind.device.memory_bytes.effective)
     degree = max((d for d in problem.legal_degrees if d <= kind.devices), default=1)
     parts = rank_bytes(problem.llm, degree, 1, problem.workload, kind.device, first=True, last=False)
-    whole = problem.llm.weight_bytes()
-    cached = problem.llm.blocks * problem.llm.ranks[1].kv_bytes_per_token * cache_tokens(problem.workload)
+    weight_bytes = problem.llm.weight_bytes()
+    cache_bytes = problem.llm.blocks * problem.llm.ranks[1].kv_bytes_per_token * cache_tokens(problem.workload)
     available = sum(k.device.memory_bytes.effective * k.devices * k.count for k in problem.machine.kinds)
     rows = ", ".join(f"{name} {count / 1e9:.2f} GB" for name, count in parts.table())
     return PlanError(
-        f"no plan of {problem.llm.name} on {problem.machine.name} fits: weights {whole / 1e9:.1f} GB "
-        f"and KV {cached / 1e9:.1f} GB on "
+        f"no plan of {problem.llm.name} on {problem.machine.name} fits: weights {weight_bytes / 1e9:.1f} GB "
+        f"and KV {cache_bytes / 1e9:.1f} GB on "
         f"{problem.machine.devices} devices with {available / 1e9:.1f} GB; one block at degree {degree}: {rows}",
         "a plan whose every rank fits its device",
         "use more or larger devices, fewer requests or a shorter context",
@@ -98,10 +98,10 @@ def no_plan(problem: Problem) -> PlanError:
 
 def pareto_front(problem: Problem) -> list[Candidate]:
     """Plans that no other dominates in both us per token of a request and total tokens/s; fastest answer first."""
-    candidates: list[tuple[Candidate, _Solver]] = []
+    candidates: list[tuple[Candidate, _LatencySolver]] = []
     for place in problem.places():
-        candidates += _Place(problem, place, problem.legal_degrees).all_candidates()
-    front: list[tuple[Candidate, _Solver]] = []
+        candidates += _PlaceSearch(problem, place, problem.legal_degrees).all_candidates()
+    front: list[tuple[Candidate, _LatencySolver]] = []
     for plan, solver in sorted(candidates, key=lambda pair: (pair[0].per_token_us, -pair[0].tokens_per_s)):
         if front and plan.tokens_per_s <= front[-1][0].tokens_per_s * TIE:
             continue
@@ -116,7 +116,7 @@ def _period_of(problem: Problem, entry: DraftEntry, batch: int, value: float) ->
     return value * entry.committed_tokens * (1 if problem.objective == "latency" else batch)
 
 
-class _Place:
+class _PlaceSearch:
     """The inner search for one SSM place."""
 
     def __init__(self, problem: Problem, place: SsmPlace, degrees: tuple[int, ...]) -> None:
@@ -142,13 +142,13 @@ class _Place:
 
     def best(self, cutoff: float) -> Candidate | None:
         """The best plan below ``cutoff``. Choices are tried in order of their lower bound."""
-        solvers: dict[tuple[DraftEntry, int], _Solver] = {}
+        solvers: dict[tuple[DraftEntry, int], _LatencySolver] = {}
         bounds = []
         for choice in choices(self.problem.entries_at(self.place), self.problem.tried_batches):
             solver = self._solver(solvers, choice)
             bound = value_us(self.problem, choice.entry, choice.batch, solver.least_period_us(choice.micro_batches))
             bounds.append((bound, choice, solver))
-        equal: list[tuple[Candidate, _Solver]] = []
+        equal: list[tuple[Candidate, _LatencySolver]] = []
         for bound, choice, solver in sorted(bounds, key=lambda item: item[0]):
             if math.isinf(bound) or bound >= cutoff * TIE:
                 break
@@ -159,24 +159,24 @@ class _Place:
         roomy = [solver.roomiest(plan) for plan, solver in equal if plan.value_us <= cutoff * TIE]
         return max(roomy, key=lambda plan: plan.free_bytes, default=None)
 
-    def all_candidates(self) -> list[tuple[Candidate, _Solver]]:
+    def all_candidates(self) -> list[tuple[Candidate, _LatencySolver]]:
         """The best plan of every choice, whatever the objective."""
-        solvers: dict[tuple[DraftEntry, int], _Solver] = {}
-        pairs: list[tuple[Candidate, _Solver]] = []
+        solvers: dict[tuple[DraftEntry, int], _LatencySolver] = {}
+        pairs: list[tuple[Candidate, _LatencySolver]] = []
         for choice in choices(self.problem.entries_at(self.place), self.problem.batches):
             solver = self._solver(solvers, choice)
             candidate = self.candidate(solver, choice, INF)
             pairs += [(candidate, solver)] if candidate else []
         return pairs
 
-    def _solver(self, solvers: dict[tuple[DraftEntry, int], _Solver], choice: Choice) -> _Solver:
+    def _solver(self, solvers: dict[tuple[DraftEntry, int], _LatencySolver], choice: Choice) -> _LatencySolver:
         """The solver for a choice's prices, shared by all choices with the same micro-batch size."""
         key = (choice.entry, choice.micro)
         if key not in solvers:
-            solvers[key] = _Solver(self, *key)
+            solvers[key] = _LatencySolver(self, *key)
         return solvers[key]
 
-    def candidate(self, solver: _Solver, choice: Choice, cutoff: float) -> Candidate | None:
+    def candidate(self, solver: _LatencySolver, choice: Choice, cutoff: float) -> Candidate | None:
         """The best plan of a choice; None if none is below ``cutoff`` and within the limit."""
         entry, batch, count = choice.entry, choice.batch, choice.micro_batches
         period_us, cuts = solver.best_period(count, _period_of(self.problem, entry, batch, cutoff))
@@ -192,10 +192,10 @@ class _Place:
         return float(min([*stages, self.drafting_free]))
 
 
-class _Solver:
+class _LatencySolver:
     """Least latency when no part is busier than a limit, for one set of prices."""
 
-    def __init__(self, where: _Place, entry: DraftEntry, requests: int) -> None:
+    def __init__(self, where: _PlaceSearch, entry: DraftEntry, requests: int) -> None:
         self.where, self.prices = where, Prices(where.problem, where.place, entry, requests)
         self.blocks = where.problem.llm.blocks
         self.hops: dict[tuple[int, int, int, bool], float] = {}
@@ -215,7 +215,7 @@ class _Solver:
 
     @cached_property
     def values(self) -> Vector:
-        """All values that the bottleneck can take, ascending from the least that every plan has."""
+        """All values that the bottleneck can take, ascending from the part that every plan has."""
         floor = self.prices.fixed_bottleneck_us
         parts = [floor, *(self.hop_us(*key) for key in self._hop_keys())]
         times = [costs[np.isfinite(costs)] + self.prices.every_stage_us for costs in self.costs.values()]
@@ -239,7 +239,7 @@ class _Solver:
         """The least latency with no part busier than ``beta``, and its cuts; inf if it is not below the ceiling."""
         known = self.solved.get(beta)
         if known is None or (math.isinf(known[1]) and known[0] < ceiling_us):
-            # The program prunes by the ceiling: a result above it is not necessarily the least.
+            # The program prunes by the ceiling, so a result above it is not necessarily the least.
             latency, cuts = self._program(beta, ceiling_us).solve()
             self.solved[beta] = known = (ceiling_us, *((latency, cuts) if latency < ceiling_us else (INF, ())))
         return known[1:] if known[1] < ceiling_us else (INF, ())
@@ -286,7 +286,7 @@ class _Solver:
         return [(self.prices.unit_us(kind, d, "block"), d) for kind in kinds for d in self.where.degrees]
 
     def least_period_us(self, count: int) -> float:
-        """A lower bound of the period: the fastest blocks, with their device time shared evenly by all devices."""
+        """A lower bound of the period: the fastest blocks, their device time shared evenly by all devices."""
         block_times = self._block_us()
         if not block_times:
             return INF
@@ -299,7 +299,7 @@ class _Solver:
         return least * (1 - 1e-12)  # rounding of sums must not lift the bound above the true value
 
     def best_period(self, count: int, ceiling_us: float) -> tuple[float, tuple[Cut, ...]]:
-        """The least max(latency, count * bottleneck) over all plans: where a falling and a rising curve cross.
+        """The least max(latency, count * bottleneck) over all plans: where a falling and a rising curve meet.
 
         Only periods below the ceiling count: no part of such a plan is busier than ceiling / count.
         """

@@ -1,7 +1,7 @@
 """The dynamic program of the search: the cuts with the least latency when no part may be busier than a limit.
 
-A state is (nodes used of each kind, devices used on the current node, degree of the last stage); its value is a vector,
-the least latency for every number of blocks. Equal nodes are counted, not distinguished.
+A state is (nodes used of each kind, devices used on the current node, degree of the last stage); its value is a vector
+with the least latency for every number of blocks. Equal nodes are counted, not distinguished.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class StageProgram:
     ) -> None:
         self.pools, self.degrees, self.n, self.costs = pools, degrees, blocks, costs
         self.hop_us, self.beta, self.fixed_us = hop_us, beta, fixed_us
-        # The most that a prefix of b blocks may take if the rest, at its fastest, shall stay below the ceiling.
+        # The most time a prefix of b blocks may take if the rest, at its fastest, is to stay below the ceiling.
         room = (ceiling_us - fixed_us) * (1 + 1e-12) - (blocks - np.arange(blocks + 1)) * rest_us
         self.room = np.minimum(room, sys.float_info.max)  # inf is never within it
-        # earlier[i, j] is the latency at i - j - 1 blocks, inf below 0: a view of one vector, which is written once.
+        # earlier[i, j] is the latency at i - j - 1 blocks, inf below 0: a view of one vector that is written once.
         padded = np.full(2 * blocks + 1, INF)
         self.present, step = padded[blocks:], padded.strides[0]
         self.earlier = np.lib.stride_tricks.as_strided(padded[blocks - 1 :], (blocks + 1, blocks), (step, -step))
@@ -105,7 +105,7 @@ class StageProgram:
         return node
 
     def _extend(self, node: _Node, used: int, degree: int) -> Vector | None:
-        """The least latency after one more stage of ``degree``, with ``used`` devices of the node taken before it."""
+        """The least latency after one more stage of ``degree``, with ``used`` devices of the node already taken."""
         entry = self._entry(node, used, degree)
         if entry is None or not bool((entry <= self.room).any()):
             return None
@@ -140,7 +140,7 @@ class StageProgram:
             self.best, self.end = latency, (node, used, degree, blocks)
 
     def _trace(self) -> tuple[Cut, ...]:
-        """The cuts of the best plan, from the last stage back."""
+        """The cuts of the best plan, found from the last stage backwards."""
         assert self.end is not None
         node, used, degree, blocks = self.end
         cuts: list[Cut] = []
@@ -168,7 +168,7 @@ class StageProgram:
         return min(sources, key=lambda s: float(sources[s][left]) + self._hop_us(node, used, s, degree))
 
     def _node_that_left(self, nodes: tuple[int, ...], degree: int, left: int) -> _Node:
-        """The last of the nodes ``nodes`` to be filled, on the best exit with this degree."""
+        """The node filled last on the way to the best exit of ``nodes`` with this degree."""
         best = self.exits[nodes][degree][left]
         for k, count in enumerate(nodes):
             node = self.nodes.get(((*nodes[:k], count - 1, *nodes[k + 1 :]), k)) if count else None
@@ -177,7 +177,7 @@ class StageProgram:
         raise AssertionError("an exit that no node left")
 
     def _blocks_of(self, node: _Node, used: int, degree: int, left: int) -> int:
-        """Blocks of the stage, not the last, after which ``left`` blocks are placed."""
+        """Blocks of the stage (not the last one) after which ``left`` blocks are placed."""
         kind = self.pools[node.pool].kind
         if used == 0 and not any(node.before):
             return left

@@ -27,7 +27,7 @@ class DraftEntry:
 
     draft: DraftPlan
     levels: tuple[float, ...]  # mean nodes at each depth below the root
-    committed_tokens: float  # mean of a round
+    committed_tokens: float  # mean per round
     ssm_rows: tuple[float, ...]  # of a request in each SSM step; the first feeds what the last round committed
     most_nodes: int = 0  # of a round's tree, for memory; 0: every level's mean, rounded up
 
@@ -104,7 +104,7 @@ def read_acceptance(table: Table, name: str) -> AcceptanceProfile:
     profile = AcceptanceProfile(name, ssms=table.texts("ssms"), entries=entries, **texts)
     table.done()
     if len({entry.draft for entry in entries}) < len(entries):
-        raise table.error("entries", "a draft plan twice", "each draft plan once")
+        raise table.error("entries", "a repeated draft plan", "each draft plan once")
     return profile
 
 
@@ -112,18 +112,18 @@ def _entry(part: Table) -> DraftEntry:
     part.only(("draft", "levels", "committed_tokens"), ("ssm_rows", "most_nodes", "rounds"))
     draft, levels = _draft(part), part.numbers("levels")
     if draft.method == "off":
-        raise part.error("draft", "'off'", "a draft plan other than off, which is one token a round")
+        raise part.error("draft", "'off'", "a draft plan other than off, which commits one token per round")
     if not levels or sum(levels) > MAX_NODES:
         raise part.error("levels", f"{sum(levels):g} nodes", f"above 0 and at most {MAX_NODES}")
     committed, most = part.number("committed_tokens"), 1 + sum(min(1.0, level) for level in levels)
     if not 1.0 <= committed <= most + 1e-9:
-        expected = f"1 to {most:g}: one, and one a level at most"
+        expected = f"1 to {most:g}: one, and at most one per level"
         raise part.error("committed_tokens", f"{committed:g} ({draft})", expected)
     rows = (float(math.ceil(committed)), *levels[:-1])
     if part.has("ssm_rows"):
         rows = part.numbers("ssm_rows")
         if max(rows, default=0.0) > MAX_NODES:
-            raise part.error("ssm_rows", f"{max(rows):g}", f"at most {MAX_NODES} rows a step")
+            raise part.error("ssm_rows", f"{max(rows):g}", f"at most {MAX_NODES} rows per step")
     most_nodes = sum(math.ceil(level - 1e-9) for level in levels)
     if part.has("most_nodes"):
         most_nodes = part.count("most_nodes", MAX_NODES, most_nodes)

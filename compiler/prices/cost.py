@@ -18,7 +18,7 @@ from flexspec.types import DType
 
 
 def op_us(device: Device, dtype: DType, call: Call, sizes: Sizes) -> float:
-    """One operator on one device. Views, which move nothing, take no time."""
+    """One operator on one device. Views move nothing and take no time."""
     flops, moved_bytes = call.flops(sizes), call.bytes(sizes)
     if not flops and not moved_bytes:
         return 0.0
@@ -32,9 +32,9 @@ def op_us(device: Device, dtype: DType, call: Call, sizes: Sizes) -> float:
 
 
 def interpolate(points: Points, ideal_us: float) -> float:
-    """The measured time for an ideal one: linear between points, constant below and proportional above them."""
+    """The measured time for an ideal time: linear between points, constant below and proportional above them."""
     if ideal_us <= points[0][0]:
-        return points[0][1]  # a smaller job is no faster than the smallest measured one
+        return points[0][1]  # less work is no faster than the smallest measured
     if ideal_us >= points[-1][0]:
         return points[-1][1] * ideal_us / points[-1][0]
     i = bisect_right(points, (ideal_us, float("inf")))
@@ -75,8 +75,8 @@ def broadcast_us(link: Link, count_bytes: float, ranks: int) -> float:
 def hop_us(between: Link, inside: Link, count_bytes: float, source: int, target: int, *, shared: bool) -> float:
     """Activations from a stage of ``source`` ranks to one of ``target`` ranks, as the partition pass sends them.
 
-    min(source, target) copies travel: in parallel where every device has a link, in turn where the devices of a node
-    share one (``shared``). Extra ranks of the target receive from a peer.
+    min(source, target) copies are sent: in parallel if every device has a link, in turn if the devices of a node share
+    one (``shared``). Extra ranks of the target receive from a peer.
     """
     copies = min(source, target) if shared else 1
     return between.transfer_us(copies * count_bytes) + broadcast_us(inside, count_bytes, ceil_div(target, source))
@@ -99,7 +99,7 @@ def call_us(device: Device, link: Link, dtype: DType, call: Call, sizes: Sizes, 
 def call_times(
     device: Device, link: Link, dtype: DType, calls: Sequence[Call], sizes: Sizes, degree: int
 ) -> Iterator[tuple[Call, float]]:
-    """Every operator and collective of a unit with its microseconds."""
+    """Every operator and collective of a unit, with its time in microseconds."""
     for call in calls:
         yield call, call_us(device, link, dtype, call, sizes, degree)
 

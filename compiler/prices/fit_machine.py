@@ -13,14 +13,14 @@ from flexspec.graph import Graph
 from flexspec.ops.record import record_of
 from flexspec.types import DType
 
-_MEMORY_ROWS = 4  # steps of at most so many rows are bound by reading weights
-_COMPUTE_ROWS = 16  # steps of at least so many rows are bound by arithmetic
-_LEAST, _MOST = 1e-3, 4.0  # range of a correction
+_MEMORY_ROWS = 4  # steps of at most this many rows are bound by reading weights
+_COMPUTE_ROWS = 16  # steps of at least this many rows are bound by arithmetic
+_MIN_CORRECTION, _MAX_CORRECTION = 1e-3, 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSteps:
-    """Steps of one request that were measured on a device."""
+    """Steps of one request, measured on a device."""
 
     dtype: DType
     calls: Sequence[Call]  # the operators that ran in each of them
@@ -28,7 +28,7 @@ class MeasuredSteps:
     times_us: Mapping[int, float]  # by the step's rows
 
     def predict(self, device: Device) -> dict[int, float]:
-        """Microseconds of the same steps as ``device`` prices them, by rows."""
+        """Predicted microseconds of the same steps on ``device``, by rows."""
         return {rows: step_us(device, self.dtype, self.calls, rows, self.context_tokens) for rows in self.times_us}
 
 
@@ -66,7 +66,7 @@ def step_us(device: Device, dtype: DType, calls: Sequence[Call], rows: int, cont
 
 
 def fit_device(device: Device, steps: MeasuredSteps, origin: str) -> StepFit:
-    """``device`` with the corrections of bandwidth and arithmetic that fit the measured steps best."""
+    """``device`` with the corrections of bandwidth and arithmetic that best fit the measured steps."""
     fitted = _fit_peaks(device, None, steps, origin)
     rows = tuple((rows, us, steps.times_us[rows]) for rows, us in sorted(steps.predict(fitted).items()))
     return StepFit(fitted, rows)
@@ -79,10 +79,10 @@ def fit_operator(device: Device, steps: MeasuredSteps, origin: str) -> Device:
 
 
 def _fit_peaks(device: Device, operator: str | None, steps: MeasuredSteps, origin: str) -> Device:
-    """``device`` with fitted peaks of an operator, or of all that have no peaks of their own (None).
+    """``device`` with fitted peaks of an operator, or of all operators without separate peaks (None).
 
-    Bandwidth is fitted to the narrow steps and arithmetic to the wide ones, in turn, by least squares of the logarithm
-    of predicted / measured.
+    Bandwidth is fitted to the narrow steps and arithmetic to the wide ones, in turn, by least squares of
+    log(predicted / measured).
     """
     measured_us = steps.times_us
     narrow = [rows for rows in measured_us if rows <= _MEMORY_ROWS] or [min(measured_us)]
@@ -98,7 +98,7 @@ def _fit_peaks(device: Device, operator: str | None, steps: MeasuredSteps, origi
             value = getattr(peaks, name).value
             corrected = [
                 replace(peaks, **{name: Constant(value, correction, origin)})
-                for correction in _grid(_LEAST, _MOST, 120)
+                for correction in _grid(_MIN_CORRECTION, _MAX_CORRECTION, 120)
             ]
             errors = [error(candidate, sizes) for candidate in corrected]
             peaks = corrected[errors.index(min(errors))]
@@ -113,10 +113,10 @@ def _grid(least: float, most: float, count: int) -> list[float]:
 def fit_link(
     name: str, transfers_us: Mapping[int, float], reduces_us: Mapping[int, float], ranks: int, origin: str
 ) -> Link:
-    """A link from the times of transfers and of all-reduces, both by bytes.
+    """A link fitted to the times of transfers and all-reduces, both by bytes.
 
-    Its latency is the smallest transfer's time, its bandwidth follows from what the largest takes beyond that.
-    All-reduces get a table over what these two predict, since a library's collectives start slower than its transfers.
+    Its latency is the fastest transfer's time; its bandwidth follows from the extra time of the largest transfer.
+    All-reduces get a measured table, since a library's collectives start more slowly than its transfers.
     """
     sizes = sorted(transfers_us)
     alpha_us = min(transfers_us.values())

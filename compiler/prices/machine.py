@@ -40,7 +40,7 @@ NOTHING = Constant(0.0, 1.0, "not in the file: not priced")
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Peaks of one operator whose efficiency is far from that of the others."""
+    """Peaks of one operator whose efficiency differs much from that of the others."""
 
     bandwidth_bytes_per_s: Constant
     flops_per_s: Constant
@@ -48,11 +48,11 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """The kind of a device, as far as prices and measurements depend on it."""
+    """A kind of device, as far as prices and measurements depend on it."""
 
     name: str
-    joins_best_alone: bool  # greedy rounds exchange the best of every rank, not all logits (executors/cpu_rank.py)
-    has_step_clock: bool  # its programs stamp the end of every operator, so that plans can be measured
+    joins_best_alone: bool  # in greedy rounds ranks exchange their best logit, not all (executors/cpu_rank.py)
+    has_step_clock: bool  # its programs record when every operator ends, so that plans can be measured
 
 
 PROCESSORS = {
@@ -72,19 +72,19 @@ class Device:
     flops_per_s: Constant  # matrix products in bf16 or f16
     f32_flops_per_s: Constant
     launch_us: Constant  # per operator
-    measured: Mapping[str, Points] = field(default_factory=dict)  # by operator: measured for ideal time (cost.py)
-    operators: Mapping[str, Peaks] = field(default_factory=dict)  # by operator, where it has peaks of its own
+    measured: Mapping[str, Points] = field(default_factory=dict)  # by operator: ideal to measured time (cost.py)
+    operators: Mapping[str, Peaks] = field(default_factory=dict)  # by operator, for those with separate peaks
     processor: Processor = PROCESSORS["gpu"]
 
     def peaks(self, dtype: DType, operator: str | None) -> Peaks:
-        """Peaks that an operator is priced with; None: one that has no peaks of its own."""
+        """Peaks that an operator is priced with; None: any operator without separate peaks."""
         if operator is not None and operator in self.operators:
             return self.operators[operator]
         flops = self.f32_flops_per_s if dtype is DType.F32 else self.flops_per_s
         return Peaks(self.bandwidth_bytes_per_s, flops)
 
     def with_peaks(self, dtype: DType, operator: str | None, peaks: Peaks) -> Device:
-        """This device with other peaks of an operator; None: of all that have no peaks of their own."""
+        """This device with other peaks of an operator; None: of all operators without separate peaks."""
         if operator is not None:
             return replace(self, operators={**self.operators, operator: peaks})
         if dtype is DType.F32:
@@ -148,7 +148,7 @@ class Machine:
         return tuple(kind for kind in self.kinds for _ in range(kind.count))
 
     def node_kind(self, node: int) -> int:
-        """The number of the kind of node ``node``."""
+        """The index of the kind of node ``node``."""
         return next(i for i, kind in enumerate(self.kinds) if node < sum(k.count for k in self.kinds[: i + 1]))
 
     def device_node(self, index: int) -> int:
@@ -161,7 +161,7 @@ class Machine:
         raise PlanIndexError(index, self.devices)
 
     def constants(self) -> list[tuple[str, Constant]]:
-        """Every constant with its place in the file, for the page and for ``--json``."""
+        """Every constant with its key in the file, for the page and for ``--json``."""
         rows: list[tuple[str, Constant]] = [
             (f"host.{name}", getattr(self, name)) for name in HOST_KEYS if getattr(self, name) is not NOTHING
         ]
@@ -206,7 +206,7 @@ def shipped_machines() -> list[str]:
 
 
 def open_machine(name_or_path: str) -> Machine:
-    """The machine of a shipped file's name, or of a path to a TOML file. Raises MachineError."""
+    """The machine of a shipped file, by name, or of a TOML file, by path. Raises MachineError."""
     path = find_file(name_or_path, MACHINES, ".toml")
     if path is None:
         unknown, fix = unknown_words(name_or_path)

@@ -1,4 +1,4 @@
-"""Writes a machine as a TOML file that machine.py reads back to the same machine."""
+"""Writes a machine as a TOML file from which machine.py reads the same machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The one memory function: bytes of a rank by purpose, and the error that shows them.
+"""The one memory function: bytes of a rank by purpose, and the error that lists them.
 
 ``rank_bytes`` is for planned ranks, ``graph_bytes`` for graphs about to be served. Both take KV slots from kv_slots.py,
-activations from profile.peak_bytes and scratch from the same sum; a test checks that they agree.
+activations from profile.peak_bytes and scratch from scratch_bytes; a test checks that they agree.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Workload:
 
     requests: int  # in flight
     context_tokens: int  # committed, of each request
-    tree_rows: int  # of the largest tree, root included
-    step_rows: int = STEP_ROWS  # of a piece of a prompt
+    tree_rows: int  # of the largest tree, including its root
+    step_rows: int = STEP_ROWS  # of a prompt chunk
 
     @property
     def verify_rows(self) -> int:
         return self.requests * self.tree_rows
 
     def sizes(self) -> Sizes:
-        """Dim sizes of the largest step: a piece of a prompt may have more rows than all trees, but has no logits."""
+        """Dim sizes of the largest step: a prompt chunk may have more rows than all trees, but has no logits."""
         rows = max(self.verify_rows, self.step_rows)
         letters = step_sizes(rows, self.requests, self.context_tokens)
         return {**letters, "L": self.verify_rows, "P": cache_tokens(self) // PAGE_TOKENS}
@@ -110,7 +110,7 @@ def rank_bytes(
 
 
 def graph_bytes(graph: Graph, sizes: Sizes) -> RankBytes:
-    """A whole lowered model with a pool of ``sizes["P"]`` pages; limit, reserve and SSM are 0."""
+    """A whole lowered model with a pool of ``sizes["P"]`` pages; ``limit``, ``reserve`` and ``ssm`` are 0."""
     logits = [node.outputs[0].type for node in graph.nodes if node.outputs[0].name == graph.outputs[0]]
     columns = logits[0].dims[-1] if logits and logits[0].role is Role.ACTIVATION and logits[0].dims[0] == "L" else 0
     return RankBytes(
@@ -126,7 +126,7 @@ def graph_bytes(graph: Graph, sizes: Sizes) -> RankBytes:
 
 
 def scratch_bytes(sizes: Sizes, columns: int) -> int:
-    """Acceptance and masks: float32 copies of ``columns`` logits, ancestor words, an index for every page."""
+    """For acceptance and masks: float32 copies of ``columns`` logits, ancestor words, one index per page."""
     return 4 * sizes["L"] * columns + 8 * sizes["T"] * sizes["W"] + 4 * sizes["P"]
 
 

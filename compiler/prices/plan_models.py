@@ -53,22 +53,22 @@ def open_profile(
 
 
 def _experts_note(config: ModelConfig) -> str:
-    """The assumption behind a mixture's prices."""
+    """The assumption behind the prices of a mixture of experts."""
     if not config.experts:
         return ""
     one, many = (expected_experts(config.experts, config.experts, config.experts_per_token, rows) for rows in (1, 16))
     return (
         f"a step is priced by the number of experts that its rows would read if each row chose at random: {one:.1f} of "
-        f"{config.experts} for one row, {many:.1f} for 16; rows of one text choose alike and read fewer"
+        f"{config.experts} for one row, {many:.1f} for 16; rows of one text make similar choices and read fewer"
     )
 
 
 def check_same_vocabulary(llm: ModelConfig, ssms: Sequence[ModelProfile]) -> None:
-    """Refuse an SSM with another vocabulary than the LLM's. Raises ModelConfigError."""
+    """Raise ModelConfigError for an SSM whose vocabulary is not the LLM's."""
     for ssm in ssms:
         if ssm.config.vocab_size != llm.vocab_size:
             raise ModelConfigError(
                 f"SSM {ssm.name} with a vocabulary of {ssm.config.vocab_size}",
                 f"the LLM's, {llm.vocab_size}",
-                "choose an SSM of the same tokenizer",
+                "choose an SSM with the same tokenizer",
             )

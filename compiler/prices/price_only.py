@@ -1,7 +1,7 @@
 """Models that can be priced but not served: OPT, by the shapes of its operators.
 
 LayerNorm is priced as rms_norm, ReLU is left out and learned positions are a second embedding. Products, attention,
-weights and caches, all but one percent of the time, are exact.
+weights and caches, which take 99 percent of the time, are exact.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from flexspec.types import DType
 
 OPT = "OPTForCausalLM"
 OPT_NOTE = "priced only, not served: LayerNorm as rms_norm, ReLU left out"
-_POSITION_OFFSET = 2  # OPT's position table has two rows more than the context
+_POSITION_OFFSET = 2  # OPT's position table has two more rows than the context
 
 
 def opt_config(settings: Settings) -> ModelConfig:
-    """From a config.json of OPT. Raises ModelConfigError."""
+    """The configuration in OPT's config.json. Raises ModelConfigError."""
     hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     if hidden % heads or settings.integer("word_embed_proj_dim", hidden) != hidden:
         expected = "word_embed_proj_dim equal to hidden_size, a multiple of the heads"
-        raise settings.error("word_embed_proj_dim", expected, "take another size of OPT")
+        raise settings.error("word_embed_proj_dim", expected, "use another size of OPT")
     return ModelConfig(
         family="opt",
         vocab_size=settings.integer("vocab_size"),
@@ -48,8 +48,8 @@ def build_opt(config: ModelConfig, dtype: DType) -> Graph:
     step = b.step_inputs()
     width = config.hidden_size
     table = b.weight("embed_tokens.weight", (config.vocab_size, width))
-    places = b.weight("embed_positions.weight", (config.max_positions + _POSITION_OFFSET, width))
-    x = b.add(b.embedding(step.ids_T, table), b.embedding(step.positions_T, places))
+    positions = b.weight("embed_positions.weight", (config.max_positions + _POSITION_OFFSET, width))
+    x = b.add(b.embedding(step.ids_T, table), b.embedding(step.positions_T, positions))
     caches: list[Value] = []
     for i in range(config.layers):
         with b.block(i):

@@ -17,7 +17,7 @@ from flexspec.errors import PlanError
 
 OBJECTIVES = ("latency", "throughput", "goodput")
 MAX_REQUESTS = 4096
-TIE = 1 + 1e-10  # values within this factor count as equal: summing in another order changes them by less
+TIE = 1 + 1e-10  # values within this factor count as equal: the order of summation changes them by less
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Choice:
 class Pool:
     """Equal nodes that stages may use."""
 
-    kind: int  # number of the machine's kind of nodes
+    kind: int  # index of the machine's kind of nodes
     devices: int  # of each node that stages may use
     count: int  # nodes
 
@@ -68,7 +68,7 @@ class Problem:
 
     @cached_property
     def legal_degrees(self) -> tuple[int, ...]:
-        """Degrees among ``degrees`` to which the model can be cut."""
+        """Those of ``degrees`` to which the model can be cut."""
         return tuple(sorted(degree for degree in set(self.degrees) if degree in self.llm.ranks))
 
     @cached_property
@@ -83,13 +83,13 @@ class Problem:
 
     @cached_property
     def workload(self) -> Workload:
-        """The load that memory must hold, whichever rung of the ladder is in use."""
+        """The load that memory must hold, whatever rung of the ladder is in use."""
         largest = max((entry.most_rows for entry in self.drafting), default=1)
         return Workload(self.requests, self.context_tokens, largest)
 
     @property
     def tried_batches(self) -> tuple[int, ...]:
-        """Batch sizes to choose from: only the full one for latency; other objectives may serve fewer requests."""
+        """Batch sizes to choose from: for latency only the full one; other objectives may serve fewer requests."""
         return (self.requests,) if self.objective == "latency" else self.batches
 
     def ssm_bytes_at(self, place: SsmPlace) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ class Problem:
         return self.machine.kinds[number]
 
     def places(self) -> list[SsmPlace]:
-        """Every SSM place to try. Separate devices need a node with a device for each SSM, and enough memory there."""
+        """Every SSM place to try. Separate devices need a node with one device per SSM, and enough memory there."""
         places: list[SsmPlace] = [NoSsm()]
         if not self.drafting:
             return places
@@ -120,7 +120,7 @@ class Problem:
         return self.drafting if place.drafts else (OFF,)
 
     def offered_at(self, place: SsmPlace) -> tuple[DraftEntry, ...]:
-        """As entries_at, and OFF."""
+        """Those of entries_at, and OFF."""
         return (OFF, *self.drafting) if place.drafts else (OFF,)
 
     def pools(self, place: SsmPlace) -> tuple[Pool, ...]:
@@ -146,12 +146,12 @@ class Problem:
         return rank_bytes(self.llm, degree, blocks, self.workload, device, first=first, last=last, ssm=extra)
 
     def free_bytes(self, kind: int, degree: int, place: SsmPlace, *, first: bool, last: bool) -> tuple[int, int]:
-        """(bytes that a stage without blocks leaves free, bytes that each block takes)."""
+        """(bytes that a stage without blocks leaves free, bytes of each block)."""
         none, one = (self.stage_bytes(kind, degree, n, place, first=first, last=last) for n in (0, 1))
         return none.free, none.free - one.free  # the memory function is linear in blocks
 
     def most_blocks(self, kind: int, degree: int, place: SsmPlace, *, first: bool, last: bool) -> int:
-        """Most blocks that a stage can hold; -1 if not even what surrounds its blocks fits."""
+        """The most blocks that a stage can hold; -1 if it does not fit even without blocks."""
         room, per_block = self.free_bytes(kind, degree, place, first=first, last=last)
         return min(self.llm.blocks, room // per_block) if room >= 0 else -1
 

@@ -1,4 +1,4 @@
-"""What one rank of a model runs and stores, at every tensor-parallel degree: the basis of all prices.
+"""What one rank of a model runs and stores at every tensor-parallel degree: the basis of all prices.
 
 No formula here is specific to an architecture. The model file's graph, with two blocks, is cut for a degree by the
 partition pass and lowered as for serving; the rank with the largest share represents the degree. Its nodes before block
@@ -91,7 +91,7 @@ class ModelProfile:
     refused: Mapping[int, str]  # by degree, why the model cannot be cut to it
     note: str = ""  # for the page of a plan
     taps: tuple[int, ...] = ()  # of an SSM: layers of the LLM whose states it reads
-    weights: WeightFormat | None = None  # how its matrices are stored; None: as numbers of dtype
+    weights: WeightFormat | None = None  # how its matrices are stored; None: in dtype
 
     @property
     def precision(self) -> str:
@@ -136,8 +136,8 @@ def profile_model(
 ) -> ModelProfile:
     """Cut and lower the model for every degree; degrees that the partition pass refuses are recorded with its reason.
 
-    ``weights``: how matrices are stored; None: as numbers of ``dtype``. Raises PlanError for a model whose blocks
-    differ, PartitionError for one without blocks, GraphError for matrices that the format cannot store.
+    ``weights``: how matrices are stored; None: in ``dtype``. Raises PlanError for a model whose blocks differ,
+    PartitionError for one without blocks, GraphError for matrices that the format cannot store.
     """
     if config.dense_layers:
         raise PlanError(
@@ -202,7 +202,7 @@ def _rank_profile(graph: Graph, degree: int, passes: Sequence[Pass]) -> RankProf
 
 
 def _weight_and_kv(graph: Graph) -> int:
-    """Bytes by which ranks' shares are compared: weights, and one page of cache."""
+    """Bytes for comparing ranks: weights, and one page of cache."""
     return sum(v.type.bytes({"P": 1}) for v in graph.inputs if v.type.role in (Role.WEIGHT, Role.KV))
 
 

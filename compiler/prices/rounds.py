@@ -3,7 +3,7 @@
 A round of a micro-batch consists of the SSM steps (with draft requests and trees exchanged, where SSMs live on other
 ranks), the verify pass through all stages and hops, the return of its results to rank 0, and acceptance there. With M
 micro-batches in flight, the period of a batch is max(latency, M * bottleneck). The bottleneck is the busiest stage
-(the first one includes the host's work), hop or SSM device. With M = 1 the period is the latency.
+(the first one includes the host's work), hop or SSM device. If M = 1, the period is the latency.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ID_BYTES = 4
 class Cut:
     """A stage as the search sees it."""
 
-    kind: int  # number of the machine's kind of nodes
+    kind: int  # index of the machine's kind of nodes
     degree: int  # devices
     blocks: int
     new_node: bool  # on another node than the stage before it
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class StageExtras:
     """What a stage spends in a round besides its operators and collectives; 0 where a part does not apply."""
 
     hand_over_us: float  # passing the step to the program
@@ -54,18 +54,18 @@ class Beside:
 class StageCost:
     """Microseconds that a stage is busy in a round of one micro-batch."""
 
-    busy_us: float  # in all
-    beside: Beside  # the part of it that is not the model's
+    busy_us: float  # in total
+    extras: StageExtras  # the part of it that is not the model's
 
     @property
     def stage_us(self) -> float:
         """Without the host's acceptance; drafting and messages are included."""
-        return self.busy_us - self.beside.host_us
+        return self.busy_us - self.extras.host_us
 
     @property
     def verify_us(self) -> float:
         """The LLM's step, including what starts it on all ranks."""
-        return self.stage_us - self.beside.draft_us - self.beside.returned_us
+        return self.stage_us - self.extras.draft_us - self.extras.returned_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +82,16 @@ class RoundCost:
     @property
     def drafting_us(self) -> float:
         """All SSM steps, wherever they run."""
-        return self.draft_us + sum(stage.beside.draft_us for stage in self.stages)
+        return self.draft_us + sum(stage.extras.draft_us for stage in self.stages)
 
     @property
     def messages_us(self) -> float:
         """Ids, features, draft requests and trees between rank 0 and the ranks that draft or hold the results."""
-        return self.draft_requests_us + sum(stage.beside.returned_us for stage in self.stages)
+        return self.draft_requests_us + sum(stage.extras.returned_us for stage in self.stages)
 
     @property
     def host_us(self) -> float:
-        return sum(stage.beside.host_us for stage in self.stages)
+        return sum(stage.extras.host_us for stage in self.stages)
 
     def period_us(self, micro_batches: int) -> float:
         return max(self.latency_us, micro_batches * self.bottleneck_us)
@@ -154,7 +154,7 @@ class Prices:
         return sum(times) if together else max(times, default=0.0)
 
     def between_us(self, requests: int) -> float:
-        """The host's work for one SSM's steps: handing over every step, and growing the requests' trees."""
+        """The host's work for one SSM's steps: handing over every step, and extending the requests' trees."""
         step_us = self.step_us + requests * self.problem.machine.step_request_us.effective
         return len(self.entry.ssm_rows) * step_us
 
@@ -163,12 +163,12 @@ class Prices:
         return blocks * self.unit_us(kind, degree, "block") + self.ends_us(kind, degree, first=first, last=last)
 
     def ends_us(self, kind: int, degree: int, *, first: bool, last: bool) -> float:
-        """Time of a stage besides its blocks: embedding, LM head, and :meth:`beside`."""
+        """Time of a stage besides its blocks: embedding, LM head, and :meth:`extras`."""
         front = self.unit_us(kind, degree, "front") if first else 0.0
         back = self.unit_us(kind, degree, "back") if last else 0.0
-        return front + back + self.beside(kind, degree, first=first, last=last).total_us
+        return front + back + self.extras(kind, degree, first=first, last=last).total_us
 
-    def beside(self, kind: int, degree: int, *, first: bool, last: bool) -> Beside:
+    def extras(self, kind: int, degree: int, *, first: bool, last: bool) -> StageExtras:
         """The parts of a stage's time that are not the model's."""
         stage = (kind, degree, first, last)
         if stage not in self._beside:
@@ -178,7 +178,7 @@ class Prices:
     def _parts_beside(self, kind: int, degree: int, first: bool, last: bool) -> Beside:
         node = self.problem.kind(kind)
         drafts = self.place.runs_in(first=first, last=last)
-        return Beside(
+        return StageExtras(
             hand_over_us=self.step_us,
             broadcast_us=broadcast_us(node.link, self.rows * _ID_BYTES, degree) if first else 0.0,
             broadcast_host_us=self.step_us if first and not (last and degree == 1) else 0.0,  # like a hand-over
@@ -195,7 +195,7 @@ class Prices:
         return self.ids_us + far.transfer_us(self.rows * _ID_BYTES + committed)
 
     def _results_us(self, far: Link) -> float:
-        """Chosen ids to rank 0, and the LLM's states that SSMs read: these go through rank 0, wherever SSMs live."""
+        """Chosen ids to rank 0, and the LLM's states that SSMs read, which go through rank 0 wherever SSMs live."""
         features = self._feature_bytes(far, self.rows)
         return self.ids_us + (far.transfer_us(features) if features and self.problem.machine.devices > 1 else 0.0)
 
@@ -220,7 +220,7 @@ def round_cost(prices: Prices, cuts: Sequence[Cut]) -> RoundCost:
     stages = tuple(
         StageCost(
             prices.stage_us(cut.kind, cut.degree, cut.blocks, first=first, last=last),
-            prices.beside(cut.kind, cut.degree, first=first, last=last),
+            prices.extras(cut.kind, cut.degree, first=first, last=last),
         )
         for cut, first, last in ends
     )

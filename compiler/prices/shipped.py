@@ -11,7 +11,7 @@ def shipped_names(folder: Path, suffix: str) -> list[str]:
 
 
 def unknown_words(name_or_path: str) -> tuple[str, str]:
-    """(found, fix) of the error when :func:`find_file` finds nothing, for a path or for a name."""
+    """(found, fix) of the error for a path or name for which :func:`find_file` finds nothing."""
     path = Path(name_or_path)
     is_path = len(path.parts) > 1 or path.suffix in (".toml", ".json")
     return (

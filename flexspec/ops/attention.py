@@ -1,7 +1,7 @@
 """Attention of the step's rows over a paged KV cache, with an ancestor mask among the rows of a request.
 
-Row j of request r is written to logical slot contexts[r] + j and sees every committed slot plus, of the step's own
-rows, its ancestors-or-self (bits), or all rows up to j where causal[r] is 1.
+Row j of request r is written to logical slot contexts[r] + j. It sees every committed slot and, among the step's rows
+of r, itself and its ancestors (bits), or all rows up to j if causal[r] is 1.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ def _cache(like: TensorType) -> TensorType:
 
 
 def _seen(sizes: dict[str, int]) -> int:
-    """Keys that one request's rows look at: its committed context S and its share of the step's rows."""
+    """Keys that one request's rows attend to: its committed context S and its share of the step's rows."""
     return sizes["S"] + ceil_div(sizes["T"], sizes["R"])
 
 
 def _flops(ins: Sequence[TensorType], _outs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]) -> int:
-    """Both products and the softmax, over S committed tokens of each request and the rows of the step."""
+    """Both products and the softmax, over each request's S committed tokens and the rows of the step."""
     head_dim = extent(ins[0].dims[2], sizes)
     heads = extent(ins[0].dims[1], sizes)
     return sizes["T"] * heads * _seen(sizes) * (4 * head_dim + 5)
 
 
 def _bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]) -> int:
-    """q, k, v, output; new K/V written; committed K/V of each request read once; the small step inputs."""
+    """q, k, v and output; new K/V written; committed K/V of each request read once; the small step inputs."""
     cached = ins[3].dtype.size_bytes
     rows = sum(t.bytes(sizes) for t in ins[:3]) + outs[0].bytes(sizes) + 2 * ins[1].elements(sizes) * cached
     row_elements = extent(ins[1].dims[1], sizes) * extent(ins[1].dims[2], sizes)
@@ -83,7 +83,7 @@ def _bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], _attrs: Attrs,
 
 
 def _visible(context: int, rows: int, causal: bool, words: torch.Tensor) -> torch.Tensor:
-    """bool [rows, context + rows]: what each row of a request may see; ``words`` its ancestor bits as int64."""
+    """bool [rows, context + rows]: what each row of a request may see. ``words``: its ancestor bits as int64."""
     import torch
 
     index = torch.arange(rows, device=words.device)

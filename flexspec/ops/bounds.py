@@ -1,4 +1,4 @@
-"""What a graph's integer inputs may hold, from the records of the operators that read them. Registers no operator."""
+"""Bounds on a graph's integer inputs, from the records of the operators that read them. Registers no operator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NO_LIMIT = 2**31 - 1
 
 
 def input_bound(graph: Graph, name: str) -> int:
-    """All values of the input lie below it; NO_LIMIT where no operator asks for less, as in a model without a table."""
+    """The bound below which all values of the input must lie; NO_LIMIT if no operator that reads it has a bound."""
     types = graph.types()
     bound = NO_LIMIT
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Small helpers that shape rules share: a refusal that shows the operand types, and the usual derived types.
+"""Helpers that shape rules share: an error that shows the operand types, and the usual derived types.
 
 Registers no operator.
 """
@@ -12,7 +12,7 @@ from flexspec.types import Dim, Role, TensorType
 
 
 def require(ok: bool, op: str, types: Sequence[TensorType], expected: str) -> None:
-    """Raise GraphError showing the operand types of ``op`` unless ``ok``."""
+    """Raise GraphError, with the operand types of ``op``, unless ``ok``."""
     if not ok:
         raise GraphError(
             f"{op}({', '.join(str(t) for t in types)})", expected, f"change the operands of {op} so that they fit"
@@ -20,18 +20,21 @@ def require(ok: bool, op: str, types: Sequence[TensorType], expected: str) -> No
 
 
 def same_dtype(op: str, types: Sequence[TensorType]) -> None:
-    """Refuse operands that are not all of one floating dtype."""
+    """Raise GraphError unless all operands have the same floating-point dtype."""
     first = types[0].dtype
     require(
-        first.is_float and all(t.dtype is first for t in types), op, types, "operands of one floating dtype (f32, bf16)"
+        first.is_float and all(t.dtype is first for t in types),
+        op,
+        types,
+        "operands of one floating-point dtype (f32, bf16)",
     )
 
 
 def activation(like: TensorType, dims: tuple[Dim, ...]) -> TensorType:
-    """An activation of the dtype of ``like``."""
+    """An activation with the dtype of ``like``."""
     return TensorType(like.dtype, dims, Role.ACTIVATION)
 
 
 def extent(dim: Dim, sizes: dict[str, int]) -> int:
-    """A dim as a number, its letter bound by ``sizes``. Raises KeyError for an unbound letter."""
+    """The size of a dim; ``sizes`` has those of letters. Raises KeyError for a letter without one."""
     return dim if isinstance(dim, int) else sizes[dim]

@@ -1,4 +1,4 @@
-"""Element-by-element operators: add and swiglu."""
+"""Element-wise operators: add and swiglu."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def binary_shape(op: str) -> ShapeRule:
 
 
 def flops_per_element(count: int) -> Count:
-    """A flop rule: ``count`` operations for each output element."""
+    """A flop rule: ``count`` operations per output element."""
 
     def flops(_ins: Sequence[TensorType], outs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]) -> int:
         return count * outs[0].elements(sizes)

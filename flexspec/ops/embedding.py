@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from flexspec.graph import as_int
 from flexspec.ops.checks import activation, require
 from flexspec.ops.record import Attrs, KernelKey, OpRecord, TpLayout, register
 from flexspec.types import DType, TensorType
@@ -15,24 +16,27 @@ if TYPE_CHECKING:
 
 def _lookup_shape(op: str, table: TensorType, index: TensorType, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
     require(index.dtype is DType.I32 and len(index.dims) == 1, op, types, "i32 indices of rank 1")
-    require(table.dtype.is_float and len(table.dims) == 2, op, types, "a floating tensor of rank 2 to read rows from")
+    require(
+        table.dtype.is_float and len(table.dims) == 2, op, types, "a floating-point tensor of rank 2 to read rows from"
+    )
     return (activation(table, (index.dims[0], table.dims[1])),)
 
 
 def _embedding_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
-    first, rows, held = attrs.get("first_row", 0), attrs.get("rows"), types[1].dims[0]
-    require(isinstance(first, int) and first >= 0, "embedding", types, f"first_row from 0 up (found {first!r})")
+    first, rows, local_rows = attrs.get("first_row", 0), attrs.get("rows"), types[1].dims[0]
+    require(isinstance(first, int) and first >= 0, "embedding", types, f"first_row of at least 0 (found {first!r})")
     derived = _lookup_shape("embedding", types[1], types[0], types)
-    fits = isinstance(held, int) and isinstance(rows, int) and isinstance(first, int) and first + held <= rows
+    ints = isinstance(first, int) and isinstance(rows, int) and isinstance(local_rows, int)
+    fits = ints and as_int(first) + as_int(local_rows) <= as_int(rows)
     require(
         fits if "first_row" in attrs else rows is None,
-        "embedding", types, f"first_row and rows of a table that holds these (found {first!r}, {rows!r})",
+        "embedding", types, f"first_row and rows of a table that contains these (found {first!r}, {rows!r})",
     )  # fmt: skip
     return derived
 
 
 def _embedding_bounds(types: Sequence[TensorType], attrs: Attrs) -> dict[int, int]:
-    """Ids lie below the rows of the whole table, also where a rank holds some of them."""
+    """Ids lie below the rows of the whole table, even if a rank has only some of them."""
     rows = attrs.get("rows", types[1].dims[0])
     return {0: rows} if isinstance(rows, int) else {}
 
@@ -42,14 +46,14 @@ def _select_shape(types: Sequence[TensorType], _attrs: Attrs) -> tuple[TensorTyp
 
 
 def _flops(_ins: Sequence[TensorType], outs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]) -> int:
-    """A copy: one operation an element, so that a schedule by flops still sees it."""
+    """A copy: one operation per element, so that a schedule by flops still counts it."""
     return outs[0].elements(sizes)
 
 
 def _embedding_bytes(
     ins: Sequence[TensorType], outs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]
 ) -> int:
-    """Ids, plus the rows read and written; the rest of the table is not touched."""
+    """Ids, and the rows read and written; the rest of the table is not read."""
     return ins[0].bytes(sizes) + 2 * outs[0].bytes(sizes)
 
 
@@ -64,8 +68,8 @@ def _embedding(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tens
         return (table[ids.long()],)
     assert isinstance(first, int)
     rows = ids.long() - first
-    held = (rows >= 0) & (rows < table.shape[0])
-    return (table[rows.clamp(0, table.shape[0] - 1)] * held[:, None].to(table.dtype),)
+    is_local = (rows >= 0) & (rows < table.shape[0])
+    return (table[rows.clamp(0, table.shape[0] - 1)] * is_local[:, None].to(table.dtype),)
 
 
 def _select(inputs: Sequence[torch.Tensor], _attrs: Attrs) -> tuple[torch.Tensor, ...]:
@@ -76,8 +80,8 @@ def _select(inputs: Sequence[torch.Tensor], _attrs: Attrs) -> tuple[torch.Tensor
 EMBEDDING = register(
     OpRecord(
         name="embedding",
-        doc="Rows of weight [V,E] by id or position [T]; of a table of ``rows`` it may hold those from first_row on, "
-        "others give zeros.",
+        doc="Rows of weight [V,E] by id or position [T]. The weight may be part of a table of ``rows`` rows, from "
+        "first_row on; all other rows give zeros.",
         arity=(2, 2),
         shape=_embedding_shape,
         flops=_flops,
@@ -97,7 +101,7 @@ EMBEDDING = register(
 SELECT_ROWS = register(
     OpRecord(
         name="select_rows",
-        doc="Rows of x [T,E] by index [L]: only the rows whose logits are wanted go through the LM head.",
+        doc="Rows of x [T,E] by index [L]: only rows whose logits are needed go through the LM head.",
         arity=(2, 2),
         shape=_select_shape,
         flops=_flops,

@@ -1,8 +1,8 @@
 """Mixture of experts: router (which experts a row goes to, and their weights) and moe_experts (what they compute).
 
-X experts, of which a row takes ``top_k``. Routing is dense, [T,X] with zeros for the others: ranks that hold some of
-the experts take those columns, and nothing but a dim is cut. Each row adds up its experts by rising index, so that its
-result does not depend on the rows beside it.
+Each row uses ``top_k`` of X experts. Routing is dense, [T,X] with zeros for the others: ranks that have some of the
+experts take those columns, so only a dim is cut. Each row adds up its experts by increasing index, so that its result
+does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexspec.types import TensorType
 if TYPE_CHECKING:
     import torch
 
-SOFTMAX = ("all", "chosen")  # over all experts before the top k are taken, or over those that were
+SOFTMAX = ("all", "chosen")  # over all experts before the top k are chosen, or over the chosen ones
 
 
 def _router_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
@@ -36,16 +36,16 @@ def _router_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType
 
 
 def _router_flops(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
-    """The product, and a few operations an element for softmax and each round of the choice."""
+    """The product, and a few operations per element for the softmax and each of the ``top_k`` choices."""
     rows = extent(ins[0].dims[0], sizes)
     return 2 * rows * ins[1].elements(sizes) + (4 + as_int(attrs["top_k"])) * outs[0].elements(sizes)
 
 
 def _router(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor, ...]:
-    """Softmax in float32, as transformers has it. Of equal experts the one of lower index is chosen first.
+    """Softmax in float32, as in transformers. Among equal experts, the lower index is chosen first.
 
     One expert's scores at a time: a matrix product may sum its columns in different orders (on AMD Zen 4 it does), so
-    that equal rows of the router would get unequal scores, and ties would fall by rounding instead of by index.
+    that equal rows of the router would get unequal scores, and rounding would break ties instead of the index.
     """
     import torch
 
@@ -53,7 +53,7 @@ def _router(inputs: Sequence[torch.Tensor], attrs: Attrs) -> tuple[torch.Tensor,
     wide = torch.promote_types(x.dtype, torch.float32)
     x_TE = x.to(wide)
     scores_TX = torch.stack([(x_TE * row_E).sum(-1) for row_E in weight.to(wide)], dim=-1)
-    scores_TX = scores_TX.to(x.dtype).to(wide)  # rounded as the product's result is
+    scores_TX = scores_TX.to(x.dtype).to(wide)  # rounded like the result of a product
     if attrs["softmax"] == "all":
         scores_TX = scores_TX.softmax(-1)
     ranked = torch.sort(scores_TX, dim=-1, descending=True, stable=True)
@@ -73,46 +73,48 @@ def _experts_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorTyp
         len(x.dims) == 2 and len(gate.dims) == 3 and gate.dims[2] == x.dims[1] and up.dims == gate.dims,
         op, types, "x of dims [T,E], gate and up weights of equal dims [X,F,E]",
     )  # fmt: skip
-    held, ffn, width = gate.dims
-    require(down.dims == (held, width, ffn), op, types, f"a down weight of dims [{held},{width},{ffn}]")
-    require(routing.dims == (x.dims[0], held), op, types, f"routing of dims [{x.dims[0]},{held}]")
+    local_experts, ffn, width = gate.dims
+    down_dims = (local_experts, width, ffn)
+    require(down.dims == down_dims, op, types, f"a down weight of dims [{local_experts},{width},{ffn}]")
+    require(routing.dims == (x.dims[0], local_experts), op, types, f"routing of dims [{x.dims[0]},{local_experts}]")
     require(all(isinstance(dim, int) for dim in gate.dims), op, types, "weights of fixed dims")
     experts, top_k = as_int(attrs["experts"]), as_int(attrs["top_k"])
-    assert isinstance(held, int)
+    assert isinstance(local_experts, int)
     require(
-        held <= experts and 1 <= top_k <= experts,
-        op, types, f"experts={experts} to be {held} or more and top_k={top_k} to be 1 to {experts}",
+        local_experts <= experts and 1 <= top_k <= experts,
+        op, types, f"experts={experts} to be {local_experts} or more and top_k={top_k} to be 1 to {experts}",
     )  # fmt: skip
     return (activation(x, x.dims),)
 
 
 def _calls(ins: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> float:
-    """Expected number of (row, expert) pairs among the experts that are held, all being chosen equally often."""
+    """Expected number of (row, expert) pairs with this rank's experts, if all experts are chosen equally often."""
     share = extent(ins[2].dims[0], sizes) / as_int(attrs["experts"])
     return extent(ins[0].dims[0], sizes) * as_int(attrs["top_k"]) * share
 
 
-def expected_experts(held: int, experts: int, top_k: int, rows: int) -> float:
-    """How many of ``held`` experts are read, when each of ``rows`` rows chooses ``top_k`` of ``experts`` by chance.
+def expected_experts(local_experts: int, experts: int, top_k: int, rows: int) -> float:
+    """How many of a rank's experts are read, if each of ``rows`` rows chooses ``top_k`` of ``experts`` at random.
 
-    Rows of one text choose alike, so that fewer are: an upper estimate.
+    An upper estimate: rows of one text make similar choices.
     """
-    return held * (1.0 - (1.0 - top_k / experts) ** rows)
+    return local_experts * (1.0 - (1.0 - top_k / experts) ** rows)
 
 
 def _experts_flops(ins: Sequence[TensorType], _outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
-    """Three products for each pair, and its weighted sum."""
+    """Three products per pair, and the weighted sum."""
     _, ffn, width = (extent(dim, sizes) for dim in ins[2].dims)
     return round(_calls(ins, attrs, sizes) * (6 * ffn * width + 2 * width + 5 * ffn))
 
 
 def _experts_bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
-    """Rows in and out, and the weights of the experts that are touched: few in a small step, soon all of them."""
-    held = extent(ins[2].dims[0], sizes)
+    """Rows in and out, and the weights of the experts that are read: few in a small step, soon all of them."""
+    local_experts = extent(ins[2].dims[0], sizes)
     rows = extent(ins[0].dims[0], sizes)
-    touched = expected_experts(held, as_int(attrs["experts"]), as_int(attrs["top_k"]), rows) / held
+    experts, top_k = as_int(attrs["experts"]), as_int(attrs["top_k"])
+    share_read = expected_experts(local_experts, experts, top_k, rows) / local_experts
     weights = sum(kind.bytes(sizes) for kind in ins[2:])
-    return ins[0].bytes(sizes) + ins[1].bytes(sizes) + outs[0].bytes(sizes) + round(touched * weights)
+    return ins[0].bytes(sizes) + ins[1].bytes(sizes) + outs[0].bytes(sizes) + round(share_read * weights)
 
 
 def _experts(inputs: Sequence[torch.Tensor], _attrs: Attrs) -> tuple[torch.Tensor, ...]:
@@ -138,7 +140,7 @@ ROUTER = register(
         shape=_router_shape,
         flops=_router_flops,
         bytes=io_bytes,
-        # Small, and every rank needs all of it: cutting it would cost an exchange more.
+        # Small, and every rank needs all of it: cutting it would cost one more exchange.
         layouts=(TpLayout("replicated", (None, None), (None,)),),
         reference=_router,
         kernel=KernelKey(cpu="router"),
@@ -150,13 +152,13 @@ ROUTER = register(
 MOE_EXPERTS = register(
     OpRecord(
         name="moe_experts",
-        doc="sum over a row's experts of routing * down(silu(x @ gate^T) * (x @ up^T)), by rising index -> [T,E].",
+        doc="sum over a row's experts of routing * down(silu(x @ gate^T) * (x @ up^T)), by increasing index -> [T,E].",
         arity=(5, 5),
         shape=_experts_shape,
         flops=_experts_flops,
         bytes=_experts_bytes,
-        # Cut by ffn, every rank reads an equal part of each expert that is touched, also when few are; cut by experts,
-        # the rank that holds those of the moment has most of the work. So it is declared first.
+        # ffn before experts: cut by ffn, every rank reads an equal part of each expert that is used, even if few are;
+        # cut by experts, the rank that has the experts in use does most of the work.
         layouts=(
             TpLayout("replicated", (None,), (None,)),
             TpLayout("ffn", (None, None, 1, 1, 2), ("partial",)),

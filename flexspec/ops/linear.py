@@ -1,6 +1,6 @@
 """Matrix products with weights [N,K]: linear, and its fused forms linear_group, linear_swiglu and linear_add.
 
-The fused forms are made by passes only; each equals the canonical operators it replaces.
+Only passes make the fused forms; each equals the canonical operators it replaces.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _add_shape(types: Sequence[TensorType], _attrs: Attrs) -> tuple[TensorType, 
 
 
 def _flops(weights: Callable[[Attrs], Sequence[int]]) -> Count:
-    """2 T N K for each weight (their input positions), and one operation an output element for the addend."""
+    """2 T N K for each weight (their input positions), and one operation per output element for the addend."""
 
     def flops(ins: Sequence[TensorType], outs: Sequence[TensorType], attrs: Attrs, sizes: dict[str, int]) -> int:
         rows = extent(ins[0].dims[0], sizes)

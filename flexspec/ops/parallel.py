@@ -1,7 +1,7 @@
-"""What ranks do together: partition, combine, replicate, reduce (all-reduce), send and recv.
+"""Operators between ranks: partition, combine, replicate, reduce (all-reduce), send and recv.
 
-Model files never call them; compiler/partition/cut_ranks.py writes them. The reference of an exchange reads the
-operands of all ranks of its group, in the group's order, and gives what each of them then holds: a transport collects
+Model files never call them; compiler/partition/cut_ranks.py writes them. The reference of an exchange takes the
+operands of all ranks of its group, in the group's order, and returns what each of them then has: a transport collects
 the operands and calls it, or does the same by messages. ``partition`` is local.
 """
 
@@ -42,7 +42,7 @@ def _check_group(op: str, types: Sequence[TensorType], attrs: Attrs) -> tuple[in
     ranks = _ints(attrs, "ranks")
     require(
         len(ranks) > 0 and len(set(ranks)) == len(ranks) and min(ranks) >= 0,
-        op, types, f"ranks that differ, from 0 up (found ranks={list(ranks)})",
+        op, types, f"different ranks, none negative (found ranks={list(ranks)})",
     )  # fmt: skip
     return ranks
 
@@ -53,7 +53,7 @@ def _cut_dim(op: str, types: Sequence[TensorType], attrs: Attrs) -> int:
     size = types[0].dims[dim] if 0 <= dim < len(types[0].dims) else None
     require(
         types[0].dtype.is_float and isinstance(size, int), op, types,
-        f"a floating x with a fixed size along dim={dim}",
+        f"a floating-point x with a fixed size along dim={dim}",
     )  # fmt: skip
     assert isinstance(size, int)
     return size
@@ -74,28 +74,30 @@ def _combine_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorTyp
     sizes, part = _ints(attrs, "sizes"), as_int(attrs["part"])
     require(
         len(sizes) == len(ranks) and min(sizes) > 0 and 0 <= part < len(ranks) and sizes[part] == size,
-        "combine", types, f"a size above 0 for each rank, that of part={part} being {size} (found {list(sizes)})",
+        "combine", types, f"a size above 0 for each rank, with {size} for part={part} (found {list(sizes)})",
     )  # fmt: skip
     return _resized(types[0], as_int(attrs["dim"]), sum(sizes))
 
 
 def _reduce_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
     _check_group("reduce", types, attrs)
-    require(types[0].dtype.is_float, "reduce", types, "a floating x")
+    require(types[0].dtype.is_float, "reduce", types, "a floating-point x")
     return (activation(types[0], types[0].dims),)
 
 
 def _arriving(op: str, types: Sequence[TensorType], attrs: Attrs) -> TensorType:
-    """The type of a tensor that another rank may hold: its rows are those of the operand."""
+    """The type of a tensor that may come from another rank; it has the rows of the operand."""
     columns, name = _ints(attrs, "columns"), attrs["dtype"]
     dtype = next((dtype for dtype in DType if dtype.value == name), None)
-    require(dtype is not None and dtype.is_float, op, types, f"a floating dtype (found dtype={name!r})")
+    require(dtype is not None and dtype.is_float, op, types, f"a floating-point dtype (found dtype={name!r})")
     require(all(size > 0 for size in columns), op, types, f"columns above 0 (found {list(columns)})")
     assert dtype is not None
     arriving = TensorType(dtype, (types[0].dims[0], *columns), Role.ACTIVATION)
     counts_rows = len(types[0].dims) == 1 and types[0].dtype is DType.I32
     same = (types[0].dtype, types[0].dims) == (arriving.dtype, arriving.dims)
-    require(counts_rows or same, op, types, f"{arriving}, or i32 of as many rows where the tensor is not here yet")
+    require(
+        counts_rows or same, op, types, f"{arriving}, or an i32 tensor with as many rows on a rank that receives it"
+    )
     return arriving
 
 
@@ -107,7 +109,7 @@ def _replicate_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorT
 
 def _send_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
     _check_peer("send", types, attrs, "to")
-    require(types[0].dtype.is_float, "send", types, "a floating x")
+    require(types[0].dtype.is_float, "send", types, "a floating-point x")
     return (activation(types[0], types[0].dims),)
 
 
@@ -119,7 +121,7 @@ def _recv_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, 
 def _check_peer(op: str, types: Sequence[TensorType], attrs: Attrs, peer: str) -> None:
     require(
         as_int(attrs[peer]) >= 0 and as_int(attrs["channel"]) >= 0,
-        op, types, f"{peer} and channel from 0 up (found {peer}={attrs[peer]}, channel={attrs['channel']})",
+        op, types, f"{peer} and channel of at least 0 (found {peer}={attrs[peer]}, channel={attrs['channel']})",
     )  # fmt: skip
 
 
@@ -161,7 +163,7 @@ def _between_ranks(
     collective: Collective | None,
     kernel: KernelKey = _EXCHANGE,
 ) -> OpRecord:
-    """The record of an operator of one operand that has no layouts of its own: it is what layouts are made of."""
+    """The record of an operator with one operand. It has no layouts: layouts are made of these operators."""
     return register(
         OpRecord(
             name=name,
@@ -181,7 +183,7 @@ def _between_ranks(
 
 PARTITION = _between_ranks(
     "partition",
-    "A rank's share of a whole x: entries first to end (not included) along dim. Local.",
+    "A rank's share of a whole x: entries first to end (exclusive) along dim. Local.",
     _partition_shape,
     _partition,
     {"dim": int, "first": int, "end": int},
@@ -190,7 +192,7 @@ PARTITION = _between_ranks(
 )
 COMBINE = _between_ranks(
     "combine",
-    "The shares of all ranks joined along dim (all-gather); sizes by rank, this rank's being sizes[part].",
+    "The shares of all ranks joined along dim (all-gather); sizes by rank, sizes[part] is this rank's.",
     _combine_shape,
     _combine,
     {"dim": int, "ranks": tuple, "sizes": tuple, "part": int},
@@ -206,7 +208,7 @@ REDUCE = _between_ranks(
 )
 REPLICATE = _between_ranks(
     "replicate",
-    "The root's x on all ranks (broadcast); elsewhere the operand only tells the number of rows.",
+    "The root's x on all ranks (broadcast); on the others the operand only gives the number of rows.",
     _replicate_shape,
     _replicate,
     {"ranks": tuple, "root": int, "dtype": str, "columns": tuple},
@@ -214,7 +216,7 @@ REPLICATE = _between_ranks(
 )
 SEND = _between_ranks(
     "send",
-    "Give x to the rank `to`, which takes it with a recv of this channel; the result is x itself.",
+    "Send x to the rank `to`, which receives it with a recv of this channel; the result is x itself.",
     _send_shape,
     _same,
     {"to": int, "channel": int},

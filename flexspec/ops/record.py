@@ -32,22 +32,22 @@ Reference = Callable[[Sequence["torch.Tensor"], Attrs], tuple["torch.Tensor", ..
 class TpLayout:
     """One legal tensor-parallel layout.
 
-    All split dims of a layout are cut alike, in proportion to their sizes; ranks' shares differ and make up the whole.
-    What makes an output whole again follows from ``outputs``: a partial sum an all-reduce, shares an all-gather.
+    All split dims of a layout are cut alike, in proportion to their sizes; the ranks' shares make up the whole.
+    ``outputs`` says how an output is made whole again: a partial sum by an all-reduce, shares by an all-gather.
     """
 
     name: str
     # Per operand the dim that is split over the TP axis, None for replicated, or "partial" for a partial sum; the last
-    # entry also stands for all further operands.
+    # entry applies to all further operands too.
     inputs: tuple[int | str | None, ...]
     outputs: tuple[int | str | None, ...]
-    # Input and output positions where a rank holds what its share of the others needs, and ranks may hold the same (kv
-    # heads, where there are more ranks than kv heads).
+    # Input and output positions where a rank has whatever its share of the others needs, so that ranks may overlap (kv
+    # heads, if there are more ranks than kv heads).
     covers: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     scaled_attrs: tuple[str, ...] = ()  # sizes that are cut with the operands
-    first_attr: str | None = None  # set to where a rank's share begins
-    whole_attr: str | None = None  # set to the whole size of what is cut
-    operand_dims: int | None = None  # the layout is legal only where operand 0 has as many dims; None: any
+    first_attr: str | None = None  # set to the start of a rank's share
+    whole_attr: str | None = None  # set to the uncut size of the split dim
+    operand_dims: int | None = None  # the layout is legal only if operand 0 has this many dims; None: any
 
     def input_dim(self, position: int) -> int | str | None:
         return self.inputs[min(position, len(self.inputs) - 1)]
@@ -57,22 +57,22 @@ class TpLayout:
 
 
 class Collective(Enum):
-    """What ranks do together where they meet. A send of one rank and a recv of another make a hop between stages."""
+    """How ranks communicate in an operator. A send of one rank and a recv of another make a hop between stages."""
 
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
     BROADCAST = "broadcast"
-    SEND = "hop, given"
-    RECV = "hop, taken"
+    SEND = "send"
+    RECV = "recv"
 
 
 REFERENCE = "torch"  # KernelKey.triton: the reference (cuBLAS through torch) is the kernel
-EXCHANGE = "exchange"  # KernelKey.triton: ranks meet in the node, and the executor's transport runs it
+EXCHANGE = "exchange"  # KernelKey.triton: ranks communicate in the node, and the executor's transport runs it
 
 
 @dataclass(frozen=True, slots=True)
 class KernelKey:
-    """Which kernel family runs the operator on each backend. An unknown key is an error when a model is compiled."""
+    """The kernel family that runs the operator on each backend. Compiling fails for an unknown key."""
 
     cpu: str  # a key of the EMITTERS of a file in kernels/cpu/emitters
     triton: str = REFERENCE  # a family of kernels/gpu/families, REFERENCE or EXCHANGE
@@ -88,8 +88,8 @@ class OpRecord:
 
     name: str
     doc: str
-    arity: tuple[int, int]  # least and most inputs
-    shape: ShapeRule  # types of the results; raises GraphError with the operand types when they do not fit
+    arity: tuple[int, int]  # fewest and most inputs
+    shape: ShapeRule  # types of the results; raises GraphError with the operand types if they do not fit
     flops: Count
     bytes: Count  # moved to and from memory
     layouts: tuple[TpLayout, ...]
@@ -97,12 +97,12 @@ class OpRecord:
     kernel: KernelKey
     attrs: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
     optional_attrs: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
-    # Where ranks meet: what they do together. An executor hands the node to its transport (see ops/parallel.py).
+    # How ranks communicate in it, if they do. An executor hands the node to its transport (see ops/parallel.py).
     collective: Collective | None = None
-    # Integer operands, by position, whose values must lie below a number: ids below the rows of a table, positions
-    # below the end of another. None: there are none. flexspec/ops/bounds.py reads it.
+    # By position, the bounds below which integer operands must lie: the rows of the table that ids or positions index.
+    # None: there are none. flexspec/ops/bounds.py reads it.
     bounds: Bounds | None = None
-    products: tuple[int, ...] = ()  # operands that weight matrices multiply: backends store them in the weights' dtype
+    products: tuple[int, ...] = ()  # operands multiplied by weight matrices: backends store them in the weights' dtype
 
     @property
     def exchange(self) -> bool:
@@ -113,7 +113,7 @@ _RECORDS: dict[str, OpRecord] = {}
 
 
 def register(record: OpRecord) -> OpRecord:
-    """Add a record to the table. A second registration of a name is our own bug."""
+    """Add a record to the table. Registering a name twice is a bug of ours."""
     assert record.name not in _RECORDS, f"operator {record.name} is declared twice"
     _RECORDS[record.name] = record
     return record
@@ -151,11 +151,11 @@ def record_of(node: Node | str) -> OpRecord:
 
 
 def sent_values(graph: Graph) -> set[str]:
-    """Names of what this rank only sends on: outputs of its graph, and no results."""
+    """Names of values that this rank only sends: outputs of its graph that are not results."""
     sends = (node for node in graph.nodes if record_of(node).collective is Collective.SEND)
     return {value.name for node in sends for value in node.outputs}
 
 
 def io_bytes(inputs: Sequence[TensorType], outputs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]) -> int:
-    """Bytes moved when every operand is read or written once: the usual ``bytes`` rule."""
+    """Bytes moved if every operand is read or written once: the usual ``bytes`` rule."""
     return sum(t.bytes(sizes) for t in (*inputs, *outputs))

@@ -1,6 +1,6 @@
 """Rotary position embedding in half-split pairs (as in Hugging Face), with linear, llama3 and yarn scaling.
 
-Also owns the cos/sin tables (numpy only) that every backend uses, so that they agree to the bit.
+Also owns the cos/sin tables (numpy only) that every backend uses, so that all agree to the bit.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ KINDS = tuple(_FIELDS)
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding (half-split pairs, as in Hugging Face). ``kind``: one of KINDS."""
+    """A rotary embedding (half-split pairs, as in Hugging Face)."""
 
     theta: float = 10_000.0
-    kind: str = "default"
+    kind: str = "default"  # one of KINDS
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -47,7 +47,7 @@ class RopeConfig:
 
 
 def rope_attrs(rope: RopeConfig, max_positions: int) -> dict[str, Attr]:
-    """The operator's attributes for these settings; those that the kind does not read have their default."""
+    """The operator's attributes for these settings; those that the kind does not read have their defaults."""
     attrs: dict[str, Attr] = asdict(RopeConfig(theta=rope.theta, kind=rope.kind))
     attrs |= {field: getattr(rope, field) for field in _FIELDS.get(rope.kind, ())}
     for field, default in asdict(RopeConfig()).items():
@@ -63,7 +63,7 @@ def _number(attrs: Mapping[str, Attr], key: str) -> float:
 
 
 def _llama3(inverse: NDArray[np.float32], attrs: Attrs) -> NDArray[np.float32]:
-    """Long wavelengths divided by factor, short ones kept, those between blended (Llama 3.1)."""
+    """Long wavelengths divided by factor, short ones unchanged, those between blended (Llama 3.1)."""
     original, factor = _number(attrs, "original_max_positions"), _number(attrs, "factor")
     low, high = _number(attrs, "low_freq_factor"), _number(attrs, "high_freq_factor")
     wavelength = 2 * math.pi / inverse
@@ -73,7 +73,7 @@ def _llama3(inverse: NDArray[np.float32], attrs: Attrs) -> NDArray[np.float32]:
 
 
 def _yarn(inverse: NDArray[np.float32], attrs: Attrs, head_dim: int) -> NDArray[np.float32]:
-    """Blend of kept and divided frequencies by number of rotations over the original context (arXiv 2309.00071)."""
+    """Unchanged and divided frequencies, blended by rotations over the original context (arXiv 2309.00071)."""
     original, factor, theta = (_number(attrs, key) for key in ("original_max_positions", "factor", "theta"))
 
     def pair_of(rotations: float) -> float:
@@ -102,7 +102,7 @@ def inverse_frequencies(attrs: Attrs, head_dim: int) -> tuple[NDArray[np.float32
 
 
 def rope_tables(attrs: Attrs, head_dim: int, max_positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(cos, sin), float32 [max_positions, D/2], the scaling and the attention factor applied."""
+    """(cos, sin), float32 [max_positions, D/2], with the scaling and the attention factor applied."""
     inverse, scale = inverse_frequencies(attrs, head_dim)
     angles = np.arange(max_positions, dtype=np.float32)[:, None] * inverse[None]
     return np.cos(angles) * np.float32(scale), np.sin(angles) * np.float32(scale)
@@ -113,7 +113,7 @@ def _shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
     head_dim = x.dims[-1] if len(x.dims) == 3 else None
     require(
         x.dtype.is_float and isinstance(head_dim, int) and head_dim % 2 == 0,
-        "rope", types, "a floating x of rank 3 [T,H,D] with an even D",
+        "rope", types, "a floating-point x of rank 3 [T,H,D] with an even D",
     )  # fmt: skip
     require(
         positions.dtype is DType.I32 and positions.dims == x.dims[:1], "rope", types, f"i32 positions [{x.dims[0]}]"
@@ -132,7 +132,7 @@ def _shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
 
 
 def _bytes(ins: Sequence[TensorType], outs: Sequence[TensorType], _attrs: Attrs, sizes: dict[str, int]) -> int:
-    """x in and out, positions, and one row of both tables (float32, D/2 each) a token."""
+    """x in and out, positions, and one row of both tables (float32, D/2 each) per token."""
     rows = ins[1].elements(sizes)
     head_dim = ins[0].dims[2]
     assert isinstance(head_dim, int)

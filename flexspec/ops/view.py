@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def _split_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType, ...]:
     (x,) = types
     heads = attrs["heads"]
-    require(len(x.dims) == 2 and x.dtype.is_float, "split_heads", types, "a floating x of rank 2 [T, H*D]")
+    require(len(x.dims) == 2 and x.dtype.is_float, "split_heads", types, "a floating-point x of rank 2 [T, H*D]")
     rows, width = x.dims
     require(
         isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads == 0,
@@ -30,7 +30,7 @@ def _split_shape(types: Sequence[TensorType], attrs: Attrs) -> tuple[TensorType,
 
 def _merge_shape(types: Sequence[TensorType], _attrs: Attrs) -> tuple[TensorType, ...]:
     (x,) = types
-    require(len(x.dims) == 3 and x.dtype.is_float, "merge_heads", types, "a floating x of rank 3 [T,H,D]")
+    require(len(x.dims) == 3 and x.dtype.is_float, "merge_heads", types, "a floating-point x of rank 3 [T,H,D]")
     rows, heads, head_dim = x.dims
     require(isinstance(heads, int) and isinstance(head_dim, int), "merge_heads", types, "known dims H and D")
     assert isinstance(heads, int) and isinstance(head_dim, int)

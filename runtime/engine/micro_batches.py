@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flexspec.arithmetic import ceil_div
-from flexspec.compiler.artifact.plan import MOST_MICRO_BATCHES
+from flexspec.compiler.artifact.plan import MAX_MICRO_BATCHES
 from flexspec.runtime.engine.round import Round
 from flexspec.runtime.engine.scheduler import Running
 
@@ -64,7 +64,7 @@ class MicroBatches:
 
     def _active(self, requests: int) -> int:
         """How many micro-batches there are now, at least one."""
-        count = max(1, min(self._count_for(requests), requests, MOST_MICRO_BATCHES))
+        count = max(1, min(self._count_for(requests), requests, MAX_MICRO_BATCHES))
         while len(self._all) < count:
             self._all.append(MicroBatch())
         return count

@@ -124,7 +124,7 @@ def changed(folder: Path, **settings: Any) -> Path:
         ({"num_experts": 7}, "num_experts = 7"),
         ({"num_local_experts": 0}, "num_local_experts = 0"),
         ({"mlp_only_layers": [3]}, r"mlp_only_layers = \[3\]"),
-        ({"mlp_only_layers": [-1]}, "list of integers from 0 up"),
+        ({"mlp_only_layers": [-1]}, "list of non-negative integers"),
         ({"num_hidden_layers": 2_000_000_000}, "at most 4096 layers"),
         ({"mlp_only_layers": [0, 1, 2]}, r"mlp_only_layers = \[0, 1, 2\]"),
         ({"decoder_sparse_step": 4}, "decoder_sparse_step = 4"),

@@ -1,6 +1,6 @@
 """Constant folding while a torch program is raised: an operator whose operands are all known is run once.
 
-Rotary frequencies are the case in point: they are computed in the program, and the rules compare their values.
+It is needed for rotary frequencies: the program computes them, and the rules compare their values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 _MAKERS = ("arange", "full", "ones", "zeros", "scalar_tensor", "tensor")  # operators without tensor operands
-_DTYPE_CODES = {
+_DTYPE_CODES = {  # torch's c10::ScalarType
     0: "uint8",
     3: "int32",
     4: "int64",
@@ -23,12 +23,12 @@ _DTYPE_CODES = {
     11: "bool",
     15: "bfloat16",
 }
-_MOST_ELEMENTS = 1 << 24
+_MAX_ELEMENTS = 1 << 24
 
 
 def fold(name: str, operands: list[Any]) -> torch.Tensor | None:
     """The result of ``name`` (such as ``aten.pow.Scalar``) if every operand is known, else None."""
-    flat = [x for each in operands for x in (each if isinstance(each, list) else [each])]
+    flat = [x for operand in operands for x in (operand if isinstance(operand, list) else [operand])]
     terms = [x for x in flat if isinstance(x, Term)]
     parts = name.split(".")
     if any(isinstance(x, Scalar) for x in flat) or any(term.kind is not Kind.CONST for term in terms):
@@ -51,10 +51,10 @@ def fold(name: str, operands: list[Any]) -> torch.Tensor | None:
         elif spec.name not in ("device", "layout", "pin_memory"):
             options[spec.name] = value
     result = function(*arguments, **options)
-    return result if isinstance(result, torch.Tensor) and result.numel() <= _MOST_ELEMENTS else None
+    return result if isinstance(result, torch.Tensor) and result.numel() <= _MAX_ELEMENTS else None
 
 
 def _plain(operand: Any) -> Any:
     if isinstance(operand, list):
-        return [_plain(each) for each in operand]
+        return [_plain(item) for item in operand]
     return operand.const if isinstance(operand, Term) else operand

@@ -1,8 +1,8 @@
 """The door for PyTorch programs: ``torch.export`` -> torch-mlir -> canonical operators, one decoder block at a time.
 
 A plain PyTorch decoder block is exported with a dynamic number of rows, imported by torch-mlir at ``raw`` with an empty
-decomposition table (one operator a concept), and raised operator by operator by the rules in ``rules.py``.
-The graph has the hash of the same block made with the builder, however the block was written.
+decomposition table (one operator per concept), and raised operator by operator by the rules in ``rules.py``.
+The graph has the same hash as that block made with the builder, however the block was written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flexspec.types import Dim, DType
 if TYPE_CHECKING:
     import torch
 
-ROWS = 6  # rows of the example that is traced; the graph has T
+ROWS = 6  # rows of the traced example; the graph has T
 _KINDS = ("hidden", "positions", "cos", "sin")
 _FRAME = re.compile(r'"([^"]+)":(\d+):')
 _TENSOR = re.compile(r"!torch\.vtensor<\[([^\]]*)\]")
@@ -34,14 +34,14 @@ _TENSOR = re.compile(r"!torch\.vtensor<\[([^\]]*)\]")
 
 @dataclass(frozen=True, slots=True)
 class BlockInput:
-    """One argument of the block's ``forward``. ``dims`` has "T" where the rows stand, as in (1, "T", 64).
+    """One argument of the block's ``forward``.
 
     ``kind``: hidden (the state), positions (int64), cos or sin (tables gathered by position, last dim D/2, or D with
-    every frequency twice; they are taken to be those of the rotation given to ``import_torch_block``).
+    every frequency twice; assumed to be those of the ``rope`` passed to ``import_torch_block``).
     """
 
     kind: str
-    dims: tuple[Dim, ...]
+    dims: tuple[Dim, ...]  # "T" for the rows, as in (1, "T", 64)
 
 
 def import_torch_block(
@@ -57,10 +57,10 @@ def import_torch_block(
     """The canonical graph of a PyTorch decoder block that attends causally over its own rows, without a cache.
 
     ``inputs`` describes the arguments of ``forward`` by name. The result reads the step inputs, ``x_TE``, weights
-    called ``prefix`` + module path, and paged caches; it returns y [T,E] and both caches, as ``llama.build_block``.
+    named ``prefix`` + module path, and paged caches; it returns y [T,E] and both caches, like ``llama.build_block``.
     ``rename`` maps module paths (``attention.wq``) to canonical ones (``self_attn.q_proj``).
 
-    Raises ImportProgramError naming the torch operator and the line of the module's source, ToolchainError.
+    Raises ImportProgramError naming the torch operator and the line of the module's source, or ToolchainError.
     """
     fx = _torch_mlir()
     _check_inputs(inputs)
@@ -69,11 +69,11 @@ def import_torch_block(
     mlir = _trace(fx, module, tensors, inputs, dtype, max_positions)
     b = GraphBuilder(name, dtype)
     step = b.step_inputs()
-    hidden = next(each for each in inputs.values() if each.kind == "hidden")
+    hidden = next(argument for argument in inputs.values() if argument.kind == "hidden")
     x_TE = b.input("x_TE", ("T", hidden.dims[-1]))
     scope = Scope(b, step, rope, max_positions, prefix)
     terms = [_parameter(b, module, path, tensors[path], prefix, rename or {}) for path in tensors]
-    terms += [_argument(each, x_TE) for each in inputs.values()]
+    terms += [_argument(argument, x_TE) for argument in inputs.values()]
     return _walk(mlir, terms, scope)
 
 
@@ -89,12 +89,12 @@ def _torch_mlir() -> ModuleType:
 
 
 def _check_inputs(inputs: Mapping[str, BlockInput]) -> None:
-    kinds = [each.kind for each in inputs.values()]
+    kinds, shapes = [argument.kind for argument in inputs.values()], [argument.dims for argument in inputs.values()]
     legal = kinds.count("hidden") == 1 and all(kind in _KINDS for kind in kinds) and len(set(kinds)) == len(kinds)
-    rows = all(each.dims.count("T") == 1 and set(map(type, each.dims)) <= {int, str} for each in inputs.values())
+    rows = all(dims.count("T") == 1 and set(map(type, dims)) <= {int, str} for dims in shapes)
     if not legal or not rows:
         raise ImportProgramError(
-            f"inputs of kinds {kinds} with dims {[each.dims for each in inputs.values()]}",
+            f"inputs of kinds {kinds} with dims {shapes}",
             f"one hidden, each of {', '.join(_KINDS)} at most once, and one dim T in each",
             'describe the arguments of forward, as in {"x": BlockInput("hidden", (1, "T", 64))}',
         )
@@ -132,11 +132,11 @@ def _trace(
     rows = torch.export.Dim("T", min=2, max=max(max_positions, ROWS))
     floats = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}[dtype]
     examples = {
-        name: torch.zeros([ROWS if n == "T" else int(n) for n in each.dims],
-                          dtype=torch.int64 if each.kind == "positions" else floats)
-        for name, each in inputs.items()
+        name: torch.zeros([ROWS if n == "T" else int(n) for n in argument.dims],
+                          dtype=torch.int64 if argument.kind == "positions" else floats)
+        for name, argument in inputs.items()
     }  # fmt: skip
-    dynamic = {name: {each.dims.index("T"): rows} for name, each in inputs.items()}
+    dynamic = {name: {argument.dims.index("T"): rows} for name, argument in inputs.items()}
     try:
         return fx.export_and_import(
             Lifted(), dict(tensors), examples, output_type="raw", func_name="block", decomposition_table={},
@@ -165,20 +165,20 @@ def _parameter(
 
 
 def constant(tensor: torch.Tensor) -> Term:
-    """A known tensor; its one long dim, if it has one only, is that of rotary frequencies."""
+    """A known tensor; its only long dim, if it has just one, is that of rotary frequencies."""
     axes = "".join("1" if n == 1 else "F" for n in tensor.shape)
     return Term(Kind.CONST, axes, tuple(tensor.shape), const=tensor.detach())
 
 
-def _argument(each: BlockInput, x_TE: Value) -> Term:
-    shape: Shape = tuple(None if isinstance(n, str) else n for n in each.dims)
-    last = "C" if each.kind == "hidden" else "F"
+def _argument(argument: BlockInput, x_TE: Value) -> Term:
+    shape: Shape = tuple(None if isinstance(n, str) else n for n in argument.dims)
+    last = "C" if argument.kind == "hidden" else "F"
     axes = "".join("T" if n is None else "1" if n == 1 and i < len(shape) - 1 else last for i, n in enumerate(shape))
-    if each.kind == "hidden":
+    if argument.kind == "hidden":
         return Term(Kind.VALUE, axes, shape, x_TE)
-    if each.kind == "positions":
+    if argument.kind == "positions":
         return Term(Kind.POSITIONS, axes, shape)
-    return Term(Kind.TABLE, axes, shape, table=each.kind, ready=True)
+    return Term(Kind.TABLE, axes, shape, table=argument.kind, ready=True)
 
 
 def _walk(mlir: Any, terms: Sequence[Term], scope: Scope) -> Graph:
@@ -222,7 +222,7 @@ def _results_of(scope: Scope, op: Any, name: str, operands: list[Any]) -> Sequen
         return [Scalar.ROWS if n is None else n]
     types = [str(result.type) for result in op.results]
     if not any("vtensor" in kind for kind in types):
-        return [Scalar.OTHER]  # arithmetic on sizes: views are read from the types of their results
+        return [Scalar.OTHER]  # arithmetic on sizes: views are recognised by the types of their results
     folded = fold(name, operands)
     if folded is not None:
         return [constant(folded)]
@@ -232,7 +232,7 @@ def _results_of(scope: Scope, op: Any, name: str, operands: list[Any]) -> Sequen
         )
     result = RULES[name](scope, operands, _shape_of(types[0]))
     floats = types[0].split(",")[-1].startswith(("f", "bf")) or not isinstance(result, Term)
-    expect(floats or result.kind is Kind.POSITIONS, f"a result of type {types[0]}", "floating numbers")
+    expect(floats or result.kind is Kind.POSITIONS, f"a result of type {types[0]}", "floating-point numbers")
     return [result]
 
 
@@ -248,8 +248,8 @@ def _source_of(op: Any) -> str:
     import torch
 
     frames = _FRAME.findall(str(op.location))
-    own = [frame for frame in frames if not frame[0].startswith(os.path.dirname(torch.__file__))]
-    file, line = (own or frames or [("unknown file", "0")])[0]
+    user_frames = [frame for frame in frames if not frame[0].startswith(os.path.dirname(torch.__file__))]
+    file, line = (user_frames or frames or [("unknown file", "0")])[0]
     return f"{file}:{line}"
 
 

@@ -25,7 +25,7 @@ from flexspec.compiler.frontends.torch_mlir.views import RULES, as_heads, as_row
 
 __all__ = ["RULES"]
 
-_FREE = "1FN"  # letters that line up with any dim
+_FREE = "1FN"  # letters that broadcast with any dim
 _ROTATED = frozenset({Summand(1, "x", "cos"), Summand(1, "rot", "sin")})
 _ROTATED_LO = frozenset({Summand(1, "lo", "cos"), Summand(-1, "hi", "sin")})
 _ROTATED_HI = frozenset({Summand(1, "hi", "cos"), Summand(1, "lo", "sin")})
@@ -33,11 +33,11 @@ _MINUS_HI, _LO = frozenset({Summand(-1, "hi")}), frozenset({Summand(1, "lo")})
 
 
 def broadcast(a: Term, b: Term, shape: Shape) -> str:
-    """Letters of the result of an element-by-element operator. Raises Unmatched if different dims would meet."""
+    """Letters of the result of an element-wise operator. Raises Unmatched if dims do not match."""
     out = ""
     for x, y in zip(a.axes.rjust(len(shape), "1"), b.axes.rjust(len(shape), "1"), strict=True):
         fits = x == y or x in _FREE or y in _FREE
-        expect(fits, f"{a} with dims {a.axes} and {b} with dims {b.axes}", "operands whose dims line up")
+        expect(fits, f"{a} with dims {a.axes} and {b} with dims {b.axes}", "operands whose dims match")
         out += y if x in _FREE else x
     return out
 
@@ -130,7 +130,7 @@ def add(scope: Scope, args: list[Any], shape: Shape) -> Term:
         return _biased(scope, a, b, shape)
     both = a.kind is Kind.VALUE and b.kind is Kind.VALUE and a.core == b.core and a.shape[-1] == b.shape[-1]
     expect(both, f"{a} + {b}", "two values of the same dims (a residual), or the parts of a rotation")
-    first, second = sorted((a.value, b.value), key=scope.level)  # the residual stands before what was computed from it
+    first, second = sorted((a.value, b.value), key=scope.level)  # the residual first, then what was computed from it
     return Term(Kind.VALUE, axes, shape, scope.emit("add", [first, second]))
 
 
@@ -166,7 +166,7 @@ def _sum_parts(scope: Scope, a: Term, b: Term, axes: str, shape: Shape) -> Term:
 
 
 def _rotation(scope: Scope, x: Term) -> Term:
-    """rope, once every summand is there."""
+    """rope, once all summands are present."""
     return Term(Kind.VALUE, x.axes, x.shape, scope.emit_rope(x.value))
 
 
@@ -179,13 +179,15 @@ def concatenate(scope: Scope, args: list[Any], shape: Shape) -> Term:
     if a.kind in (Kind.ANGLES, Kind.TABLE) and a == b and a.scale == b.scale:
         return changed(a, shape=shape)
     expect(
-        a.kind is Kind.ROTARY and b.kind is Kind.ROTARY and a.base == b.base, f"cat({a}, {b})", "halves of one value"
+        a.kind is Kind.ROTARY and b.kind is Kind.ROTARY and a.base == b.base,
+        f"cat({a}, {b})",
+        "halves of one value",
     )
     x = changed(a, shape=shape)
     if (a.parts, b.parts) == (_MINUS_HI, _LO):
         return changed(x, parts=frozenset({Summand(1, "rot")}))
-    whole = (a.parts, b.parts) == (_ROTATED_LO, _ROTATED_HI)
-    expect(whole, f"cat of {_show(a)} and {_show(b)}", "cat(lo cos - hi sin, hi cos + lo sin) or cat(-hi, lo)")
+    rotated = (a.parts, b.parts) == (_ROTATED_LO, _ROTATED_HI)
+    expect(rotated, f"cat of {_show(a)} and {_show(b)}", "cat(lo cos - hi sin, hi cos + lo sin) or cat(-hi, lo)")
     return _rotation(scope, x)
 
 
@@ -200,7 +202,7 @@ def multiply(scope: Scope, args: list[Any], shape: Shape) -> Term:
         a, b = b, a
     if not isinstance(b, Term):
         expect(a.kind is Kind.TABLE and isinstance(b, float | int), f"{a} * {b}", "a factor on cos and sin")
-        expect(b == 1 or a.scale is not None, f"{a} times {b}", "tables that are passed or stored as they are used")
+        expect(b == 1 or a.scale is not None, f"{a} times {b}", "tables passed or stored with that factor")
         return changed(a, scale=None if a.scale is None else a.scale * b)
     axes = broadcast(a, b, shape)
     pair = {a.kind: a, b.kind: b}
@@ -241,7 +243,7 @@ def _times_table(scope: Scope, x: Term, table: Term, shape: Shape) -> Term:
 
 
 def _angles(positions: Term, const: Term, shape: Shape) -> Term:
-    """positions x inverse frequencies, as product, matmul or outer product: the shape tells which dim is T."""
+    """positions x inverse frequencies, as product, matmul or outer product: T is the dynamic dim of the shape."""
     assert const.const is not None
     flat = const.const.reshape(-1)
     sizes = [n for n in shape if n != 1]
@@ -297,7 +299,9 @@ def linear(scope: Scope, args: list[Any], shape: Shape) -> Term:
     x, weight, bias = args
     rows = as_rows(scope, x)
     expect(
-        weight.kind is Kind.WEIGHT and weight.axes == "NK", f"linear with {weight}", "a weight [N,K] as it is stored"
+        weight.kind is Kind.WEIGHT and weight.axes == "NK",
+        f"linear with {weight}",
+        "a weight [N,K] as it is stored",
     )
     operands = [rows, weight.value, *([] if bias is None else [bias.value])]
     return Term(Kind.VALUE, x.axes[:-1] + "C", shape, scope.emit("linear", operands))
@@ -325,9 +329,9 @@ def attention(scope: Scope, args: list[Any], shape: Shape) -> Term:
     for name, x in (("key", k), ("value", v)):
         ordered = x.kind is Kind.VALUE and x.core in ("HTD", "QTD", "RTD", "TD")
         expect(ordered, f"{name} {x} with dims {x.axes}", "[G,T,D], heads first")
-        own = x.value.type.dims[1]
+        kv_heads = x.value.type.dims[1]
         seen = math.prod(n for letter, n in zip(x.axes, x.shape, strict=True) if letter in "HQR" and n is not None)
-        fits = seen == heads or (own == seen and (grouped is True or own == 1))
+        fits = seen == heads or (kv_heads == seen and (grouped is True or kv_heads == 1))
         expect(fits, f"{name} with {seen} heads for {heads} query heads", "enable_gqa=True, or kv heads repeated")
     assert isinstance(head_dim, int)
     out = scope.emit_attention(q.value, k.value, v.value, float(scale) if scale is not None else head_dim**-0.5)

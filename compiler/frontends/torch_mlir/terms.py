@@ -32,7 +32,7 @@ _TABLE_TOLERANCE = 1e-5
 
 
 class Unmatched(Exception):
-    """A rule met what it cannot raise. The walker adds operator and source line."""
+    """A rule cannot raise its operator. The walker adds the operator and the source line."""
 
     def __init__(self, found: str, expected: str) -> None:
         self.found, self.expected = found, expected
@@ -40,13 +40,15 @@ class Unmatched(Exception):
 
 
 class Scalar(Enum):
-    """Whole numbers that are only known at run time."""
+    """Integers known only at run time."""
 
     ROWS = "T"
     OTHER = "a number known at run time"
 
 
 class Kind(Enum):
+    """What a term is, as its error messages say it."""
+
     VALUE = "a value"
     WEIGHT = "a weight"
     CONST = "a constant"
@@ -66,27 +68,27 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Summand:
-    """One summand of a rotation: ``sign * piece(x) * table``; piece: x, its halves lo and hi, or rot = cat(-hi, lo)."""
+    """One summand of a rotation: ``sign * piece(x) * table``."""
 
     sign: int
-    piece: str
+    piece: str  # "x", its halves "lo" and "hi", or "rot", which is cat(-hi, lo)
     table: str = ""  # "cos", "sin" or none yet
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """``base`` is the canonical value the term is about; the other fields belong to some kinds only."""
+    """A traced value on its way to a canonical one. Fields from ``eps`` on belong to some kinds only."""
 
     kind: Kind
-    axes: str
+    axes: str  # a letter for each torch dim
     shape: Shape
-    base: Value | None = None
+    base: Value | None = None  # the canonical value it is derived from
     eps: float = 0.0
     parts: frozenset[Summand] = frozenset()
     table: str = ""  # TABLE: cos or sin
     const: torch.Tensor | None = field(default=None, compare=False)  # CONST: its value; ANGLES: inverse frequencies
     scale: float | None = field(default=None, compare=False)  # TABLE: factor on cos and sin, None if not visible
-    ready: bool = False  # TABLE: passed or checked as a whole, so there are no frequencies to check
+    ready: bool = False  # TABLE: an argument or already checked, so there are no frequencies to check
 
     @property
     def core(self) -> str:
@@ -116,7 +118,7 @@ def expect(ok: bool, found: object, expected: str) -> None:
 
 @dataclass(slots=True)
 class Scope:
-    """The graph being raised. Equal calls are made once, as a builder's user would write them."""
+    """The graph being raised. Equal calls are emitted once, as someone using the builder would write them."""
 
     b: GraphBuilder
     step: StepInputs
@@ -150,7 +152,7 @@ class Scope:
         return self._calls[key][0]
 
     def emit_attention(self, q: Value, k: Value, v: Value, scale: float) -> Value:
-        """attention over the block's paged caches. A block has one."""
+        """The block's only attention, over its paged caches."""
         expect(not self.caches, "a second attention", "one attention in a block: import one layer at a time")
         heads, head_dim = k.type.dims[1:]
         assert isinstance(heads, int) and isinstance(head_dim, int)
@@ -161,7 +163,7 @@ class Scope:
         return out
 
     def level(self, value: Value) -> int:
-        """Longest path of operators from the inputs."""
+        """The longest path of operators from the inputs."""
         return self._levels.get(value.name, 0)
 
     def linear_of(self, value: Value) -> tuple[Value, ...] | None:
@@ -174,20 +176,20 @@ class Scope:
         for head_dim in (width, 2 * width):
             if head_dim % 2 == 0:
                 for name, half in zip(("cos", "sin"), rope_tables(self._rope_attrs(), head_dim, rows), strict=True):
-                    whole = np.concatenate([half, half], 1) if head_dim == width else half
-                    if np.allclose(const.float().numpy(), whole, atol=1e-4):
+                    table = np.concatenate([half, half], 1) if head_dim == width else half
+                    if np.allclose(const.float().numpy(), table, atol=1e-4):
                         return name, width
         raise Unmatched(f"a constant of shape {list(const.shape)}", f"cos or sin of {self.rope}, half-split")
 
     def check_table(self, table: Term, head_dim: int) -> None:
-        """Raise Unmatched unless a table the program computes is that of the configured rotation."""
+        """Raise Unmatched unless a table that the program computes is that of the configured rotation."""
         if table.ready:
             return
         inverse, scale = inverse_frequencies(self._rope_attrs(), head_dim)
         assert table.const is not None and table.scale is not None
-        found = table.const.float().numpy()
-        same = found.shape == inverse.shape and np.allclose(found, inverse, rtol=1e-4)
-        expect(same, f"frequencies {_few(found)}", f"{_few(inverse)}, those of {self.rope}")
+        frequencies = table.const.float().numpy()
+        same = frequencies.shape == inverse.shape and np.allclose(frequencies, inverse, rtol=1e-4)
+        expect(same, f"frequencies {_few(frequencies)}", f"{_few(inverse)}, those of {self.rope}")
         close = math.isclose(table.scale, scale, rel_tol=_TABLE_TOLERANCE)
         expect(close, f"tables times {table.scale}", f"times {scale}, the attention factor of {self.rope}")
 
@@ -207,20 +209,20 @@ class Scope:
 
 
 def order_weights(graph: Graph) -> Graph:
-    """Weights in the order in which a builder declares them: by depth of the first reader, then as operands stand.
+    """Weights in the order in which a builder declares them: by depth of the first reader, then in operand order.
 
-    Depth is the longest path from the inputs; readers of one depth are taken as a walk from the outputs meets them.
+    Depth is the longest path from the inputs; readers of equal depth come in the order of a walk from the outputs.
     """
     producers = graph.producers()
     depth: dict[int, int] = {}  # node -> longest path
-    walk: dict[int, int] = {}  # node -> place in the walk
+    walk: dict[int, int] = {}  # node -> position in the walk
 
     def visit(name: str) -> int:
         index = producers.get(name)
         if index is None:
             return 0
         if index not in depth:
-            depth[index] = 1 + max(visit(each) for each in graph.nodes[index].inputs)
+            depth[index] = 1 + max(visit(operand) for operand in graph.nodes[index].inputs)
             walk[index] = len(walk)
         return depth[index]
 

@@ -45,14 +45,14 @@ def term(x: Any, expected: str = "a tensor") -> Term:
 
 
 def as_heads(scope: Scope, x: Term) -> Term:
-    """[T,C] seen as one head [T,1,C]: programs with a single kv head view it so."""
+    """[T,C] as one head [T,1,C], which is how programs with a single kv head view it."""
     if x.kind is not Kind.VALUE or "C" not in x.axes:
         return x
     return changed(x, base=scope.emit("split_heads", [x.value], {"heads": 1}), axes=x.axes.replace("C", "D"))
 
 
 def as_rows(scope: Scope, x: Term) -> Value:
-    """The canonical [T,C] behind a term. Raises Unmatched for anything that is not rows of channels."""
+    """The canonical [T,C] behind a term. Raises Unmatched unless it is rows of channels."""
     expected = "a value of rows and channels, [T,C] or [1,T,C]"
     expect(x.kind is Kind.VALUE and x.axes[-1] != "1", x, expected)
     if x.core == "TD" and x.value.type.dims[1] == 1:
@@ -66,7 +66,7 @@ def as_rows(scope: Scope, x: Term) -> Value:
     "aten.contiguous", "aten.clone", "aten.detach", "aten.alias", "aten.lift_fresh_copy",
 )  # fmt: skip
 def same(scope: Scope, args: list[Any], shape: Shape) -> Term:
-    """Copies and casts. Places of rounding are the backends' affair: a canonical graph has one dtype."""
+    """Copies and casts. Where to round is up to the backends: a canonical graph has one dtype."""
     del scope, shape
     return term(args[0])
 
@@ -80,7 +80,7 @@ def dropout(scope: Scope, args: list[Any], shape: Shape) -> Term:
 @rule("aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten.using_ints", "aten.unflatten.int",
       "aten.view_as", "aten.squeeze", "aten.squeeze.dim", "aten.squeeze.dims", "aten.select.int")  # fmt: skip
 def view(scope: Scope, args: list[Any], shape: Shape) -> Term:
-    """A view is known by the shape of its result."""
+    """A view is recognised by the shape of its result."""
     x = term(args[0])
     named = [(letter, n) for letter, n in zip(x.axes, x.shape, strict=True) if letter != "1"]
     core, sizes = "".join(letter for letter, _ in named), [n for _, n in named]
@@ -144,7 +144,7 @@ def unsqueeze(scope: Scope, args: list[Any], shape: Shape) -> Term:
 
 @rule("aten.expand", "aten.expand_as", "aten.broadcast_to")
 def expand(scope: Scope, args: list[Any], shape: Shape) -> Term:
-    """New size on a unit dim right behind the heads: each kv head repeated."""
+    """A new size for the unit dim right after the heads: each kv head repeated."""
     del scope
     x = term(args[0])
     axes = "1" * (len(shape) - len(x.axes)) + x.axes
@@ -177,8 +177,8 @@ def take_slice(scope: Scope, args: list[Any], shape: Shape) -> Term:
     if x.kind is Kind.CONST and dim == 0 and start == 0 and end is Scalar.ROWS and len(x.axes) == 2:
         name, width = scope.table_of(x.const)
         return Term(Kind.TABLE, "TF", (None, width), table=name, ready=True)
-    whole = isinstance(size, int) and size % 2 == 0
-    expect(whole and dim == len(x.axes) - 1, f"{x} sliced in dim {dim}", "a slice of the last dim")
+    even = isinstance(size, int) and size % 2 == 0
+    expect(even and dim == len(x.axes) - 1, f"{x} sliced in dim {dim}", "a slice of the last dim")
     assert isinstance(size, int)
     bounds = (start % size if start else 0, size if end is None or end == END else end)
     halves = {(0, size // 2): "lo", (size // 2, size): "hi"}

@@ -179,7 +179,7 @@ def test_errors_name_the_file_and_the_rebuild_command(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"library\.so is missing"):
         open_artifact(out)
 
-    with pytest.raises(ArtifactError, match=r"holds no kernels/none"):
+    with pytest.raises(ArtifactError, match=r"has no kernels/none"):
         Artifact(out, decode_manifest((out / layout.MANIFEST).read_bytes(), "")).file("kernels/none")
 
 

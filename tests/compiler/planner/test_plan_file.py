@@ -39,7 +39,7 @@ def test_json_and_toml(tmp_path: Path) -> None:
         (f"colour = 1\n{TOML}", "plan.toml: colour: an unknown key"),
         ("stages = []", r"plan.toml: stages: \[\]"),
         ("stages = 3", "plan.toml: stages: 3"),
-        (TOML.replace("[0]", "[4]"), r"stages\[1\].devices: a device twice, 4"),
+        (TOML.replace("[0]", "[4]"), r"stages\[1\].devices: device 4 again"),
         (TOML.replace("[0]", "[-1]"), r"stages\[1\].devices: \[-1\]"),
         (TOML.replace("[0]", "[true]"), r"stages\[1\].devices: \[True\]"),
         (TOML.replace("blocks = 1", "blocks = -1"), r"stages\[0\].blocks: -1"),

@@ -68,10 +68,10 @@ def test_a_solver_forgets_what_lay_above_the_ceiling() -> None:
     for seed in range(80):
         problem = random_problem(seed)
         for place in problem.places():
-            space = searching._Place(problem, place, problem.legal_degrees)
+            space = searching._PlaceSearch(problem, place, problem.legal_degrees)
             prices = (problem.entries_at(place)[0], problem.requests)
-            least, cuts = searching._Solver(space, *prices).latency(math.inf, math.inf)
-            used = searching._Solver(space, *prices)
+            least, cuts = searching._LatencySolver(space, *prices).latency(math.inf, math.inf)
+            used = searching._LatencySolver(space, *prices)
             for part in (0.5, 0.9, 0.99, 0.999, 1.0):
                 assert used.latency(math.inf, least * part) == (math.inf, ()), seed
             assert used.latency(math.inf, math.inf) == (least, cuts), seed

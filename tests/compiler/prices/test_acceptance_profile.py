@@ -56,7 +56,7 @@ def test_memory_counts_the_largest_tree_and_not_the_mean(tmp_path: Path) -> None
         ({"colour": "red"}, "colour: an unknown key"),
         ({"date": ""}, "date: ''"),
         ({"entries": []}, "entries"),
-        ({"entries": PAPER["entries"][:1] * 2}, "twice"),
+        ({"entries": PAPER["entries"][:1] * 2}, "repeated"),
         ({"entries": [{"draft": "off", "levels": [1], "committed_tokens": 1}]}, "other than off"),
         ({"entries": [{"draft": "chain:1", "levels": [1], "committed_tokens": 2.5}]}, "1 to 2"),
         ({"entries": [{"draft": "chain:1", "levels": [0], "committed_tokens": 1}]}, "entries[0].levels: [0]"),

@@ -311,7 +311,7 @@ def test_messages_of_a_round(
     returned = 1 + (reads > 0 and name != "none") if stages > 1 else 0
     messages += returned - (stages > 1)
     assert found[1].latency_us - found[0].latency_us == pytest.approx(1000 * (stages - 1 + messages))  # hops too
-    near, far = (cost.stages[-1].beside.returned_us for cost in found)
+    near, far = (cost.stages[-1].extras.returned_us for cost in found)
     assert far - near == pytest.approx(1000 * (messages if name == "last" else returned))
     if reads and name == "own":
         monkeypatch.setattr(ModelProfile, "reads_features", property(lambda _: 0))

@@ -109,5 +109,5 @@ def test_sizes_that_are_not_the_graphs_are_refused(gpu_only: Path, tmp_path: Pat
     path = changed_json(
         gpu_only, tmp_path / "x.fspec", layout.MODELS, lambda body: body["models"][0].update(feature_columns=64)
     )
-    with pytest.raises(ArtifactError, match="other sizes of llm than its graph"):
+    with pytest.raises(ArtifactError, match="the graph of llm differ in sizes"):
         OpenedArtifact.at(path).graph("llm")

@@ -139,7 +139,7 @@ def test_trees_larger_than_the_kernels_are_refused(made: Made) -> None:
     ("part", "found"),
     [
         ({"max_tree_tokens": -1, "weights": {}}, "gpu.max_tree_tokens: -1"),
-        ({"max_tree_tokens": 64, "weights": {"llm": {}}}, "gpu.weights: of"),
+        ({"max_tree_tokens": 64, "weights": {"llm": {}}}, "gpu.weights: weights of"),
         (
             {"max_tree_tokens": 64, "weights": {"llm": {"norm.weight": ["file"]}, "ssm": {}}},
             "norm.weight: .*a pair",
