@@ -123,7 +123,7 @@ class Prices:
         self.rows = entry.rows(requests)
         self.sizes = step_sizes(self.rows, requests, problem.context_tokens)
         self._sizes = tuple(self.sizes.items())
-        self._beside: dict[tuple[int, int, bool, bool], Beside] = {}  # a search asks for the same few again and again
+        self._extras: dict[tuple[int, int, bool, bool], StageExtras] = {}  # a search needs the same few many times
         self.hidden_bytes = self.rows * problem.llm.hidden_bytes
         self.step_us = machine.step_us.effective
         # A hop also carries the states of earlier layers that an SSM reads: their mean number over all cuts.
@@ -171,11 +171,11 @@ class Prices:
     def extras(self, kind: int, degree: int, *, first: bool, last: bool) -> StageExtras:
         """The parts of a stage's time that are not the model's."""
         stage = (kind, degree, first, last)
-        if stage not in self._beside:
-            self._beside[stage] = self._parts_beside(*stage)
-        return self._beside[stage]
+        if stage not in self._extras:
+            self._extras[stage] = self._stage_extras(*stage)
+        return self._extras[stage]
 
-    def _parts_beside(self, kind: int, degree: int, first: bool, last: bool) -> Beside:
+    def _stage_extras(self, kind: int, degree: int, first: bool, last: bool) -> StageExtras:
         node = self.problem.kind(kind)
         drafts = self.place.runs_in(first=first, last=last)
         return StageExtras(
