@@ -30,7 +30,7 @@ from benchmarks.gpu_timing import copy_bytes_per_s, gpu_target, kernels_for, tim
 
 if TYPE_CHECKING:
     from flexspec.graph import Graph
-    from flexspec.kernels.gpu.attention.check import Case
+    from flexspec.kernels.gpu.attention.check import AttentionCase
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def check_bits(device: str) -> Iterator[Check]:
     from flexspec.kernels.gpu.attention.check import bit_case, same_bits
     from flexspec.types import DType
 
-    cases: list[Case] = [bit_case()]
+    cases: list[AttentionCase] = [bit_case()]
     if device == "cuda":
         cases += [
             replace(bit_case(), dtype=dtype, head_dim=head_dim, row_tile=row_tile)

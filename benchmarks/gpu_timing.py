@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from flexspec.kernels.gpu.attention.check import Case
+    from flexspec.kernels.gpu.attention.check import AttentionCase
     from flexspec.kernels.gpu.family import Kernels, Variant
 
 SHAPES = {"Llama 2 7B": (32, 32, 128), "Llama 3 8B": (32, 8, 128)}  # query heads, kv heads, head dim
@@ -113,13 +113,13 @@ def time_case(shape: str, batch: int, context: int, tree: int, copy: float, devi
     """Time one layer: our kernels over a paged cache, and SDPA over K/V that already lie together."""
     import torch
 
-    from flexspec.kernels.gpu.attention.check import Case, RequestRows, make_inputs, scale_of
+    from flexspec.kernels.gpu.attention.check import AttentionCase, RequestRows, make_inputs, scale_of
     from flexspec.kernels.gpu.attention.launch import step_tables, tree_attention
     from flexspec.types import DType
 
     heads, kv_heads, head_dim = SHAPES[shape]
     tile = 64 if tree * heads // kv_heads > 16 else 16
-    case = Case(
+    case = AttentionCase(
         shape, heads, kv_heads, head_dim, (RequestRows("tree", context, tree),) * batch, DType.BF16, row_tile=tile
     )
     inputs = make_inputs(case, 0, device)
@@ -145,7 +145,7 @@ def time_case(shape: str, batch: int, context: int, tree: int, copy: float, devi
     return Timing(shape, batch, context, tree, round(kernel_us, 2), rate, round(rate / copy, 3), round(sdpa_us, 2))
 
 
-def time_sdpa(case: Case, layers: int, device: str) -> float:
+def time_sdpa(case: AttentionCase, layers: int, device: str) -> float:
     """torch's SDPA with a boolean mask and grouped heads on contiguous [batch, G, S, D] K and V."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention

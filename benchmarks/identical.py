@@ -130,7 +130,7 @@ def run_plan(
         tokens_per_round=round(pooled_tokens_per_round(on), 4),
         drafted=sum(a.stats.drafted for a in on),
         accepted=sum(a.stats.accepted for a in on),
-        switched_off=served.engine.watch.switched_off,
+        switched_off=served.engine.speculation.switched_off,
         seconds=round(time.monotonic() - began, 1),
     )
 

@@ -13,8 +13,8 @@ from flexspec.ops.record import record_of
 def record_expression(node: Node) -> str:
     """The expression of a row-wise operator, ``{name}`` replaced by the node's attribute of that name.
 
-    Raises CompileError when the record has none, or when it leaves out an attribute: the program would then compute
-    something else than the reference for every other value of it.
+    Raises CompileError when the record has none, or when it leaves out an attribute: the program would then differ from
+    the reference for every other value of it.
     """
     expression = record_of(node).kernel.expr
     if expression is None:

@@ -58,10 +58,10 @@ def run_graph(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> dict[str, tor
 
 
 def walk_graph(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> Walk:
-    """As run_graph, one rank among several: stops at each exchange, and goes on with its results, which are sent in."""
+    """Like run_graph for one rank among several: yields at each exchange, and continues with the results sent in."""
     values = {value.name: inputs[value.name] for value in graph.inputs}
     last_use = {name: at for at, node in enumerate(graph.nodes) for name in node.inputs}
-    kept = {*graph.outputs, *values}
+    pinned = {*graph.outputs, *values}
     for at, node in enumerate(graph.nodes):
         record = record_of(node)
         operands = [values[name] for name in node.inputs]
@@ -71,7 +71,7 @@ def walk_graph(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> Walk:
             with torch.no_grad():  # not around the yield: grad mode is the thread's, and other ranks share it
                 results = record.reference(operands, dict(node.attrs))
         values.update((value.name, result) for value, result in zip(node.outputs, results, strict=True))
-        for name in {*node.inputs, *(value.name for value in node.outputs)} - kept:
+        for name in {*node.inputs, *(value.name for value in node.outputs)} - pinned:
             if last_use.get(name, at) <= at:
                 del values[name]
     return {name: values[name] for name in graph.outputs}

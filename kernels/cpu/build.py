@@ -47,7 +47,7 @@ _COMMON = (
     "-fno-strict-aliasing",
     "-Wno-psabi",
 )
-_MOST_WORDS = 4000  # of the compiler's, from the first: what follows the first error is often its echo
+_MAX_MESSAGE_CHARS = 4000  # from the beginning: what follows a compiler's first error is often its echo
 _PART_KILLED = re.compile(
     r"^.*(?:Killed signal terminated program|virtual memory exhausted|cc1plus: out of memory).*", re.M
 )
@@ -92,7 +92,7 @@ def header_files() -> dict[str, bytes]:
 
 
 def build_key(source: str, isa: str, compiler: str) -> str:
-    """Digest of all that the library's bytes depend on."""
+    """Digest of everything that the library's bytes depend on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
     digest = hashlib.sha256()
     for part in (source, isa, " ".join(ISA_FLAGS[isa] + _COMMON), version):
@@ -105,7 +105,7 @@ def build_key(source: str, isa: str, compiler: str) -> str:
 def build_path(source: str, isa: str) -> Path:
     """The cached shared library of ``source`` for ``isa``, built if it is not there yet.
 
-    Raises ToolchainError without a compiler, CompileError in the compiler's words.
+    Raises ToolchainError without a compiler, CompileError with the compiler's message.
     """
     compiler = find_compiler()
     cached = cache_root() / "cpu" / f"{build_key(source, isa, compiler)}.so"
@@ -129,8 +129,8 @@ def build_path(source: str, isa: str) -> Path:
 
 
 def _failure(compiler: str, isa: str, source: str, done: subprocess.CompletedProcess[str]) -> CompileError:
-    """Why there is no library: the compiler was killed, an operator's expression is wrong, or anything else."""
-    words = done.stderr.strip()[:_MOST_WORDS] or "(it gave no message)"
+    """Why there is no library: the compiler was killed, an operator's expression is wrong, or something else."""
+    message = done.stderr.strip()[:_MAX_MESSAGE_CHARS] or "(it gave no message)"
     part = _PART_KILLED.search(done.stderr)  # the g++ that we start runs others, and outlives them
     if done.returncode < 0 or part:
         how = describe_exit(done.returncode) if done.returncode < 0 else f"stopped: {part[0] if part else ''}"
@@ -138,12 +138,12 @@ def _failure(compiler: str, isa: str, source: str, done: subprocess.CompletedPro
     operator = _operator_at_fault(source, done.stderr)
     if operator is not None:
         return CompileError(
-            f"the expr of operator {operator} does not compile ({compiler}, {isa}):\n{words}\n",
+            f"the expr of operator {operator} does not compile ({compiler}, {isa}):\n{message}\n",
             "a C++ expression over x0 and x1",
             f"correct it in the record of {operator}; KernelKey in flexspec/ops/record.py lists what it may use",
         )
     return CompileError(
-        f"{compiler} failed for {isa} with {describe_exit(done.returncode)}:\n{words}\n",
+        f"{compiler} failed for {isa} with {describe_exit(done.returncode)}:\n{message}\n",
         "generated C++ that compiles",
         "correct what you changed in kernels/templates/cpu, kernels/cpu/emitters or a weight format; if nothing, "
         "report this with the compiler version (a newer g++, 12 or later, may help)",
@@ -153,20 +153,20 @@ def _failure(compiler: str, isa: str, source: str, done: subprocess.CompletedPro
 def _killed(found: str, memory: bool) -> CompileError:
     if memory:
         fix = (
-            "most likely the memory ran out (`dmesg | grep -i oom` tells): close other programs or add swap, and give "
-            "the command again; what has been built is kept"
+            "most likely the machine ran out of memory (`dmesg | grep -i oom` shows it): close other programs or add "
+            "swap, and run the command again; what has been built is kept"
         )
     else:
-        fix = "give the command again; if it is killed again, try another compiler (CXX=clang++)"
-    return CompileError(found, "a compiler that runs to its end", fix)
+        fix = "run the command again; if it is killed again, try another compiler (CXX=clang++)"
+    return CompileError(found, "a compiler that finishes", fix)
 
 
 def _operator_at_fault(source: str, stderr: str) -> str | None:
-    """The operator in whose call the first error is, if its C++ comes from its record."""
+    """The operator whose call contains the first error, if its C++ comes from its record."""
     place = _ERROR_PLACE.search(stderr)
     if place is None:
         return None
     above = source.splitlines()[: int(place[1])]
-    node = next((found for line in reversed(above) if (found := _NODE_COMMENT.match(line))), None)
+    node = next((match for line in reversed(above) if (match := _NODE_COMMENT.match(line))), None)
     record = all_records().get(node[1]) if node else None
     return record.name if record is not None and record.kernel.expr is not None else None

@@ -1,7 +1,7 @@
-"""The artifact's self-test: one seeded step of a program, what it computes as a digest for each instruction set.
+"""The artifact's self-test: one seeded step of each program, with a digest of its results per instruction set.
 
-A loader that gets other bytes than the compiler did has a damaged library, another CPU behaviour or wrong weights; it
-must say so before it answers anyone. A rank's program is tested alone: what other ranks would give is seeded too.
+A loader that computes other bytes than the compiler did has a damaged library, a CPU that behaves differently or wrong
+weights; it must say so before it serves anyone. A rank's program is tested alone: what others would send is seeded.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _SEED = 20230516  # SpecInfer's first version, arXiv 2305.09781
 def seeded_digest(library: Path, weights: Sequence[NDArray[np.generic]], graph: Graph) -> str:
     """sha256 of the float32 logits [8, outputs] of 8 seeded tokens as one chain at position 0.
 
-    Of a rank's program: of the rows that it gives to others, in order, then of its share of the logits, if it has one.
+    For a rank's program: of the rows that it sends to others, in order, then of its share of the logits, if any.
     ``graph`` is the artifact's graph of the program. Raises ArtifactError when library and weights do not belong
-    together, or what is computed is not finite.
+    together, or a result is not finite.
     """
     program = CpuLibrary(library, weights, threads=1, max_rows=_ROWS, pages=1, max_positions=_ROWS)
     try:

@@ -1,6 +1,6 @@
-"""The state of one rendering: where each value lies, the table of weights, the lines so far; barriers between calls.
+"""The state of one rendering: where each value is stored, the weight table, the lines so far, and the barriers.
 
-What turns an operator into calls (emitters/) and what drives it (render.py) stand above.
+The files of emitters/ turn operators into calls on it; render.py drives them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STEP_INTEGERS = {IDS: "s.ids", POSITIONS: "s.positions"}
 
 @dataclass(slots=True)
 class Emitter:
-    """State of one rendering: places of values, the weight table, and the lines so far."""
+    """State of one rendering."""
 
     graph: Graph
     roots: Roots
@@ -45,7 +45,7 @@ class Emitter:
         return width(self.graph, name)
 
     def weight(self, kind: str, names: tuple[str, ...], table: RotaryTables | None = None) -> str:
-        """A pointer to float32 numbers of the weight table; an entry of the same kind and names is there once."""
+        """A pointer to float32 numbers of the weight table, which holds an entry of the same kind and names once."""
         return f"c.weight<float>({self._entry(PackedWeight(kind, names, table=table))})"
 
     def matrix(self, kind: str, *names: str) -> tuple[str, str]:
@@ -61,7 +61,7 @@ class Emitter:
                 "leave these products apart (the passes that fuse do), or store the weights alike",
             )
         ((name, weight_format),) = stored.items()
-        cpu_format(weight_format)  # refuses what no template expands
+        cpu_format(weight_format)  # refuses a format that no template expands
         entry = self._entry(PackedWeight(kind, names, weight_format))
         self.formats.add(name)
         return f"{self.elem}, weights::{name}", f"c.weight<char>({entry})"
@@ -134,13 +134,13 @@ class Emitter:
         if self._is_feature_input(root):
             return self._caller_rows(root)
         raise CompileError(
-            f"value {root} of graph {self.graph.name} is read before any kernel made it",
+            f"value {root} of graph {self.graph.name} is read before a kernel writes it",
             "activations produced by operators",
             "use an operator's output or a feature input",
         )
 
     def call(self, text: str, *, row_local: bool = True) -> None:
-        """Emit one kernel call, with a barrier before it unless it and all since the last barrier are row-local."""
+        """Emit one kernel call, after a barrier unless it and all calls since the last barrier are row-local."""
         last = next((line for line in reversed(self.lines) if not line.startswith(MARK)), BARRIER)
         if not (row_local and self.row_local) and last != BARRIER:
             self.lines.append(BARRIER)
@@ -149,7 +149,7 @@ class Emitter:
         self.row_local = self.row_local and row_local
 
     def release(self, index: int) -> None:
-        """Give back buffers whose last reader was node ``index``."""
+        """Return buffers whose last reader was node ``index`` to the arena."""
         done = [root for root in self.places if self.roots.last_use.get(root, -1) == index]
         buffers = {p.buffer for root in done for p in self.places.pop(root).values()}
         live = {p.buffer for views in self.places.values() for p in views.values()}

@@ -1,9 +1,8 @@
-"""CPU code of a rank among several: where it meets the others, and what it holds a part of.
+"""CPU code of a rank among several: its exchanges with the others, and the tables that it holds a part of.
 
 A program with exchanges calls back into the process that runs it, on the thread that called the step, with the number
-of the node in the graph and the rows to give and to fill. What is done there is a transport's affair
-(runtime/executors/cpu_rank.py). Which rank it is stands nowhere in a program: ranks whose shares are of one size run
-the same.
+of the node in the graph, the rows to send and the rows to fill. The transport does the rest
+(runtime/executors/cpu_rank.py). A program does not know its rank: ranks with shares of equal size run the same one.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ extern "C" void fs_on_exchange(OnExchange f, const int* firsts) { on_exchange = 
 
 
 def split_logits(graph: Graph) -> tuple[Graph, Node | None]:
-    """The graph up to a rank's share of the logits, and the combine that makes them whole (None: they are).
+    """The graph up to a rank's share of the logits, and the combine that completes them (None: they are complete).
 
     Logits are written straight to the caller; what joins them comes after the step.
     """
@@ -60,7 +59,7 @@ def split_logits(graph: Graph) -> tuple[Graph, Node | None]:
 
 
 def comment_of(node: Node) -> str:
-    """The node as text, without its block and what tells one rank from another."""
+    """The node as text, without its block and the attributes that differ between ranks."""
     ranked = record_of(node).exchange or SHARED in dict(node.attrs)
     return print_node(replace(node, attrs=() if ranked else node.attrs, block=None))
 

@@ -1,7 +1,7 @@
-"""What a built CPU program says of itself: the sizes of everything that is handed to it.
+"""What a built CPU program states about itself: the sizes of everything that is passed to it.
 
-The numbers are compiled into the library, so a loader never has to trust a file beside it: a wrong size is an error
-there and not a wild read in a kernel.
+The numbers are compiled into the library, so a loader never has to trust a file beside it: a wrong size is an error at
+load time and not a wild read in a kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ProgramFacts(StepSizes):
     weight_bytes: tuple[int, ...]
 
     def numbers(self) -> tuple[int, ...]:
-        """As they stand in the library: how many follow, the five sizes, then the bytes of each weight."""
+        """As laid out in the library: how many follow, the five sizes, then the bytes of each weight."""
         return (len(_sizes(self)) + len(self.weight_bytes), *_sizes(self), *self.weight_bytes)
 
     def agrees_with(self, sizes: StepSizes) -> bool:

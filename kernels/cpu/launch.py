@@ -35,7 +35,7 @@ _ON_EXCHANGE = ctypes.CFUNCTYPE(
     None, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int
 )
 Rows = NDArray[np.float32]
-OnExchange = Callable[[int, Rows | None, Rows | None], None]  # (node, rows [n, ld] to give, rows [n, ld] to fill)
+OnExchange = Callable[[int, Rows | None, Rows | None], None]  # (node, rows [n, ld] to send, rows [n, ld] to fill)
 
 
 def _rows(address: int | None, rows: int, stride: int) -> Rows | None:
@@ -63,10 +63,10 @@ def _load(path: Path) -> tuple[ctypes.CDLL, ProgramFacts]:
 def _check_weights(path: Path, facts: ProgramFacts, weights: Sequence[NDArray[np.generic]]) -> None:
     if not all(weight.flags.c_contiguous for weight in weights):
         raise ArtifactError(f"weights of {path.name} with gaps", "contiguous arrays", _FIX)
-    found = [weight.nbytes for weight in weights]
-    if len(found) != len(facts.weight_bytes):
-        raise ArtifactError(f"{len(found)} weights for {path.name}", f"{len(facts.weight_bytes)}", _FIX)
-    for i, (have, wanted) in enumerate(zip(found, facts.weight_bytes, strict=True)):
+    sizes = [weight.nbytes for weight in weights]
+    if len(sizes) != len(facts.weight_bytes):
+        raise ArtifactError(f"{len(sizes)} weights for {path.name}", f"{len(facts.weight_bytes)}", _FIX)
+    for i, (have, wanted) in enumerate(zip(sizes, facts.weight_bytes, strict=True)):
         if have != wanted:
             raise ArtifactError(f"weight {i} of {path.name} has {have} bytes", f"{wanted} bytes", _FIX)
 
@@ -84,12 +84,12 @@ class CpuLibrary:
         pages: int,
         max_positions: int,
     ) -> None:
-        """Raises ArtifactError for a library that is none of ours or weights that are not its own, CapacityError when
-        the memory cannot be had."""
+        """Raises ArtifactError for a foreign library or another program's weights, CapacityError when memory cannot be
+        allocated."""
         self._ctx: int | None = None
         self._lib, self.facts = _load(library)
         _check_weights(library, self.facts, weights)
-        self._meets = hasattr(self._lib, "fs_on_exchange")  # looked up once: a missing symbol is slow to miss
+        self._meets = hasattr(self._lib, "fs_on_exchange")  # looked up once: the search for a missing symbol is slow
         self._stamps: NDArray[np.int64] | None = None
         self._weights = list(weights)  # kept alive: the program reads them in place
         self._table = table = (ctypes.c_void_p * len(weights))(*[w.ctypes.data for w in weights])
@@ -113,8 +113,8 @@ class CpuLibrary:
     ) -> None:
         """Run one step over C-contiguous arrays named as in runtime/executors/step.py. Raises EngineError when refused.
 
-        ``on_exchange`` is called where a rank meets others, on this thread; rows that it is given are valid during the
-        call only, and what it raises is raised here. ``first_rows``: where the rank's part of each shared table begins.
+        ``on_exchange`` is called at each exchange between ranks, on this thread; its rows are valid during the call
+        only, and what it raises is raised here. ``first_rows``: where the rank's part of each shared table begins.
         """
         ids, table, words = arrays["ids"], arrays["page_table"], arrays["ancestors"]
         assert ids is not None and table is not None and words is not None
@@ -135,7 +135,7 @@ class CpuLibrary:
             )
 
     def _listen(self, on_exchange: OnExchange | None, first_rows: Sequence[int], failed: list[BaseException]) -> object:
-        """Tell the program whom to call at exchanges; after a failure the step only runs to its end."""
+        """Register the callback for exchanges; after a failure it does nothing, so that the step can finish."""
         if on_exchange is None:
             raise EngineError("one rank's program alone", "all ranks of its plan", "run it by its plan")
         call = on_exchange
@@ -153,7 +153,7 @@ class CpuLibrary:
         return listener, firsts
 
     def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Indices and softmax probabilities [L, k] as templates/cpu/top.h makes them; ``k`` at most the columns."""
+        """Indices and softmax probabilities [L, k] as templates/cpu/top.h computes them; ``k`` at most the columns."""
         rows, columns = logits_LV.shape
         assert logits_LV.flags.c_contiguous and logits_LV.dtype == np.float32 and 0 < k <= columns
         index, chance = np.empty((rows, k), np.int32), np.empty((rows, k), np.float32)
@@ -164,7 +164,7 @@ class CpuLibrary:
         return index, chance
 
     def keep_stamps(self, nodes: int) -> NDArray[np.int64]:
-        """From now on each step fills these [1 + nodes] numbers: its begin, then the end of each node of the graph.
+        """From now on each step fills these [1 + nodes] numbers: its start, then the end of each node of the graph.
 
         Nanoseconds of a steady clock; 0 for a node without code. Raises ArtifactError for a program that has no clock.
         """

@@ -1,7 +1,7 @@
 """Packing of weights into the tiles that templates/cpu/tile.h reads, done once at compile time.
 
 A matrix [N, K] becomes [N/16][K/32][tile]: column blocks of 16 rows of the weight, each a run of tiles of 32 k, padded
-with zeros. What a tile holds is the format's affair (kernels/cpu/weight_formats); all instruction sets read the same.
+with zeros. The format decides what a tile holds (kernels/cpu/weight_formats); all instruction sets read the same.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Shapes = Mapping[str, tuple[int, ...]]  # of the model's weights, by name
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """One entry of a program's weight table: how it is made from the model's weights."""
+    """One entry of a program's weight table: how it is packed from the model's weights."""
 
-    kind: str  # a key of KINDS
+    kind: str  # a key of PACKINGS
     names: tuple[str, ...]
     format: WeightFormat | None = None  # of matrices; everything else is float32
-    table: RotaryTables | None = None
+    table: RotaryTables | None = None  # of rotary entries
 
     @property
     def is_bf16(self) -> bool:
@@ -38,7 +38,7 @@ class PackedWeight:
         return self.format is not None and self.format.dtype is DType.BF16
 
 
-class Kind(Protocol):
+class Packing(Protocol):
     """How entries of one kind are packed, and how large the result is."""
 
     def pack(self, entry: PackedWeight, get: GetWeight) -> NDArray[np.generic]: ...
@@ -51,12 +51,12 @@ def pack(entry: PackedWeight, get: GetWeight) -> NDArray[np.generic]:
 
     Raises whatever ``get`` raises for a missing weight, and WeightError for a value that the format cannot hold.
     """
-    return KINDS[entry.kind].pack(entry, get)
+    return PACKINGS[entry.kind].pack(entry, get)
 
 
 def packed_bytes(entry: PackedWeight, shapes: Shapes) -> int:
-    """Size of what :func:`pack` makes of an entry."""
-    return KINDS[entry.kind].bytes(entry, shapes)
+    """Size of the array that :func:`pack` returns for an entry."""
+    return PACKINGS[entry.kind].bytes(entry, shapes)
 
 
 def pack_tiles(stored_NK: NDArray[np.generic], stored: WeightFormat, multiple: int = 2 * TILE_N) -> NDArray[np.generic]:
@@ -73,16 +73,16 @@ def pack_tiles(stored_NK: NDArray[np.generic], stored: WeightFormat, multiple: i
 
 @dataclass(frozen=True, slots=True)
 class _Matrices:
-    """Matrices as tiles. ``stacked``: of each expert [X, N, K], one behind the other."""
+    """Matrices as tiles."""
 
     arrange: Callable[[Sequence[NDArray[np.generic]], WeightFormat], NDArray[np.generic]]
     padded_rows: Callable[[Sequence[int]], int]  # of the result, from those of the named matrices
-    stacked: bool = False
+    stacked: bool = False  # weights are [X, N, K]: the tiles of each expert, one after the other
 
     def pack(self, entry: PackedWeight, get: GetWeight) -> NDArray[np.generic]:
         assert entry.format is not None
-        whole = [get(name) for name in entry.names]
-        experts = zip(*whole, strict=True) if self.stacked else [whole]
+        weights = [get(name) for name in entry.names]
+        experts = zip(*weights, strict=True) if self.stacked else [weights]
         packed = [self._pack(entry, entry.format, matrices) for matrices in experts]
         return packed[0] if len(packed) == 1 else np.concatenate(packed)
 
@@ -96,7 +96,7 @@ class _Matrices:
         assert entry.format is not None
         dims = [shapes[name] for name in entry.names]
         experts = dims[0][0] if self.stacked else 1
-        blocks = self.padded_rows([each[-2] for each in dims]) // TILE_N
+        blocks = self.padded_rows([shape[-2] for shape in dims]) // TILE_N
         return experts * blocks * (_round_up(dims[0][-1], TILE_K) // TILE_K) * cpu_format(entry.format).tile_bytes
 
 
@@ -135,7 +135,7 @@ def _stack(parts: Sequence[NDArray[np.generic]], stored: WeightFormat) -> NDArra
 
 
 def _alternate(parts: Sequence[NDArray[np.generic]], stored: WeightFormat) -> NDArray[np.generic]:
-    """Blocks of gate and up, turn by turn: both sit in one panel."""
+    """Blocks of gate and up alternate, so that one panel has both."""
     tiles = [pack_tiles(part, stored, TILE_N) for part in parts]
     return np.ascontiguousarray(np.stack(tiles, axis=1)).reshape(-1, *tiles[0].shape[1:])
 
@@ -152,7 +152,7 @@ def _round_up(n: int, multiple: int) -> int:
     return ceil_div(n, multiple) * multiple
 
 
-KINDS: Mapping[str, Kind] = {
+PACKINGS: Mapping[str, Packing] = {
     "matrix": _Matrices(_stack, _rows_of_stack),
     "swiglu": _Matrices(_alternate, _rows_alternating),
     "experts": _Matrices(_stack, _rows_of_stack, stacked=True),

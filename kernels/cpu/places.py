@@ -21,24 +21,21 @@ def kernel_of(node: Node) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A view into an arena buffer: ``elem`` False means float32; ``ld`` and ``column`` count elements."""
+    """A view into an arena buffer."""
 
     buffer: int
-    elem: bool
-    ld: int
-    column: int = 0
+    elem: bool  # the model's element type; False: float32
+    ld: int  # elements from row to row
+    column: int = 0  # first element of a row
 
 
 @dataclass(slots=True)
 class Arena:
-    """Buffers by size; rows are filled in at load time (the same number for all).
-
-    A ``padded`` buffer has columns that must stay zero: it is never shared, neither before nor after its value's life.
-    """
+    """Buffers by the size of a row; how many rows they have, the same for all, is known at load time."""
 
     row_bytes: list[int] = field(default_factory=list)
     free: dict[int, list[int]] = field(default_factory=dict)
-    padded: set[int] = field(default_factory=set)
+    padded: set[int] = field(default_factory=set)  # have columns that must stay zero, so no other value reuses them
 
     def take(self, row_bytes: int, *, padded: bool = False) -> int:
         row_bytes = ceil_div(row_bytes, 64) * 64
@@ -57,7 +54,7 @@ class Arena:
 def row_stride(columns: int, element_bytes: int) -> int:
     """Elements from row to row: columns padded to 32, then to an odd number of cache lines.
 
-    Sixteen rows of a tile would otherwise fall into a few sets of the first cache level and push each other out.
+    Otherwise the sixteen rows of a tile would map to a few sets of the L1 cache and evict each other.
     """
     padded = ceil_div(columns, 32) * 32
     lines = padded * element_bytes // 64
@@ -70,7 +67,7 @@ def width(graph: Graph, name: str) -> int:
     for dim in graph.types()[name].dims[1:]:
         if not isinstance(dim, int):
             raise CompileError(
-                f"value {name} of graph {graph.name} has the symbolic dim {dim!r} behind its first",
+                f"value {name} of graph {graph.name} has the symbolic dim {dim!r} after its first",
                 "row-major activations with fixed columns",
                 "reshape it to [T, columns] in the model file",
             )
@@ -79,7 +76,7 @@ def width(graph: Graph, name: str) -> int:
 
 
 def row_count(graph: Graph, name: str) -> str:
-    """How the program calls the number of rows of a value. Raises CompileError for other rows than a step's."""
+    """What the program calls the number of rows of a value. Raises CompileError for rows that are not the step's."""
     dim = graph.types()[name].dims[0]
     if dim not in ("T", "L"):
         raise CompileError(
@@ -119,7 +116,7 @@ def has_exchanges(graph: Graph) -> bool:
 def element_type(graph: Graph) -> DType:
     """The dtype of matrix products and of the KV caches.
 
-    Raises CompileError for several, a dtype without a CPU kernel, or caches of another one.
+    Raises CompileError for more than one, and for a dtype without a CPU kernel.
     """
     kinds = {v.type.dtype for v in graph.inputs_of(Role.WEIGHT)}
     caches = {v.type.dtype for v in graph.inputs_of(Role.KV)}

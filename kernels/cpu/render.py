@@ -61,7 +61,7 @@ def render(graph: Graph) -> CpuProgram:
 
 
 def _export_features(e: Emitter) -> None:
-    """Copy the graph's feature outputs, side by side, to the caller's buffer."""
+    """Copy the graph's feature outputs, side by side, into the caller's buffer."""
     names = feature_outputs(e.graph)
     total = sum(e.columns(name) for name in names)
     column = 0
@@ -109,21 +109,21 @@ def _finish(e: Emitter) -> CpuProgram:
 
 
 def _headers(e: Emitter) -> list[str]:
-    """What the program includes beside entry.h: templates of its operators, expansions of its weights."""
+    """What the program includes besides entry.h: templates of its operators, expansions of its weights."""
     emitters = kernel_emitters()
     of_kernels = {emitters[kernel_of(node)].header for node in e.graph.nodes}
     return [*sorted(filter(None, of_kernels)), *(f"weights/{name}.h" for name in sorted(e.formats))]
 
 
 def _check_logits(graph: Graph) -> None:
-    """Only a linear's epilogue writes logits; anything behind it would be computed and never handed out."""
+    """Only a linear's epilogue writes logits; anything after it would be computed and never returned."""
     name = graph.outputs[0]
     made_by = next((node for node in graph.nodes if name in [value.name for value in node.outputs]), None)
     if made_by is None or kernel_of(made_by) != "linear":
         raise CompileError(
             f"output 0 of graph {graph.name}, {name}, comes from {made_by.op if made_by else 'an input'}",
             "logits that come straight from a linear",
-            "make the LM head the last operator; the CPU backend has no kernel behind it yet",
+            "make the LM head the last operator; the CPU backend has no kernel after it yet",
         )
 
 

@@ -54,7 +54,7 @@ class CompiledKernel:
 
 @dataclass(frozen=True, slots=True)
 class CompiledVariant:
-    """A variant compiled for a target under the configuration that fitted."""
+    """A variant compiled for a target, under the configuration that fits its budget."""
 
     variant: Variant
     config: Config
@@ -68,7 +68,7 @@ class CompiledVariant:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _CompileJob:
     """One compilation: a variant under one configuration for one target."""
 
     variant: Variant
@@ -100,7 +100,7 @@ def compile_variant(
     """
     if config is None:
         return compile_variants([variant], [target], cache_dir=cache_dir)[0]
-    job = _Job(variant, config, target_of(target), render(variant, config))
+    job = _CompileJob(variant, config, target_of(target), render(variant, config))
     result = _compile_all([job], cache_dir or default_cache_dir(), None)[0]
     if isinstance(result, str):
         raise _failure(variant, job.target, f"{config.name}: {result}")
@@ -116,7 +116,7 @@ def compile_variants(
 ) -> tuple[CompiledVariant, ...]:
     """Every variant for every target (variants outer), each under its first configuration inside the budget.
 
-    Raises CompileError with the table of all that was tried when nothing fits.
+    Raises CompileError with a table of everything tried when nothing fits.
     """
     folder = cache_dir or default_cache_dir()
     pairs = [(variant, target_of(name)) for variant in dict.fromkeys(variants) for name in dict.fromkeys(targets)]
@@ -135,19 +135,19 @@ def compile_variants(
 
 
 def resource_rows(compiled: Sequence[CompiledVariant]) -> list[dict[str, str | int]]:
-    """One row a kernel of the table that ``compile`` prints and the artifact keeps."""
+    """One row per kernel of the table that ``compile`` prints and the artifact stores."""
     return [
         {
-            "variant": each.variant.name,
-            "target": each.target.name,
+            "variant": result.variant.name,
+            "target": result.target.name,
             "kernel": kernel.meta["entry"],
-            "config": each.config.name,
+            "config": result.config.name,
             **asdict(kernel.resources),
-            "shared_limit_bytes": each.target.shared_limit_bytes,
+            "shared_limit_bytes": result.target.shared_limit_bytes,
             "binary_bytes": len(kernel.binary),
         }
-        for each in compiled
-        for kernel in each.kernels.values()
+        for result in compiled
+        for kernel in result.kernels.values()
     ]
 
 
@@ -168,12 +168,12 @@ def triton_version() -> str:
         raise ToolchainError("Triton is not installed", "triton >= 3.6", "pip install triton") from None
 
 
-def _next_job(pair: tuple[Variant, Target], queue: Iterator[Config], tried: list[str]) -> _Job:
+def _next_job(pair: tuple[Variant, Target], queue: Iterator[Config], tried: list[str]) -> _CompileJob:
     variant, target = pair
     config = next(queue, None)
     if config is None:
         raise _failure(variant, target, "\n  " + "\n  ".join(tried))
-    return _Job(variant, config, target, render(variant, config))
+    return _CompileJob(variant, config, target, render(variant, config))
 
 
 def _failure(variant: Variant, target: Target, table: str) -> CompileError:
@@ -192,7 +192,7 @@ def _row_text(compiled: CompiledVariant) -> str:
     )
 
 
-def _compile_all(jobs: Sequence[_Job], cache: Path, progress: Report | None) -> list[CompiledVariant | str]:
+def _compile_all(jobs: Sequence[_CompileJob], cache: Path, progress: Report | None) -> list[CompiledVariant | str]:
     """Results in job order: compiled, or the compiler's error text."""
     version = triton_version()
     keys = [_cache_key(job, version) for job in jobs]
@@ -204,18 +204,18 @@ def _compile_all(jobs: Sequence[_Job], cache: Path, progress: Report | None) -> 
     ]
 
 
-def _run_workers(jobs: dict[str, _Job], cache: Path, progress: Report | None) -> dict[str, str]:
-    """Spread ``jobs`` over one process for two cores; returns the errors by key."""
+def _run_workers(jobs: dict[str, _CompileJob], cache: Path, progress: Report | None) -> dict[str, str]:
+    """Spread ``jobs`` over one process per two cores; returns the errors by key."""
     count = min(len(jobs), max(1, usable_cores() // 2))
     shares = [dict(list(jobs.items())[i::count]) for i in range(count)]
     errors: dict[str, str] = {}
     with ThreadPoolExecutor(max(1, count)) as pool:
-        for each in pool.map(lambda share: _run_worker(share, cache, progress), shares):
-            errors |= each
+        for failed in pool.map(lambda share: _run_worker(share, cache, progress), shares):
+            errors |= failed
     return errors
 
 
-def _cache_key(job: _Job, version: str) -> str:
+def _cache_key(job: _CompileJob, version: str) -> str:
     settings = {name: value for name, value in _worker_environment().items() if name.startswith("TRITON_")}
     record = [_CACHE_FORMAT, version, settings, job.source, job.request()]
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
@@ -232,7 +232,7 @@ def _worker_environment() -> dict[str, str]:
     return environment | {"TRITON_DISABLE_LINE_INFO": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _run_worker(jobs: dict[str, _Job], cache: Path, progress: Report | None) -> dict[str, str]:
+def _run_worker(jobs: dict[str, _CompileJob], cache: Path, progress: Report | None) -> dict[str, str]:
     """Compile ``jobs`` (by cache key) into the cache; returns the errors by key."""
     cache.mkdir(parents=True, exist_ok=True)
     errors: dict[str, str] = {}
@@ -271,7 +271,7 @@ def _run_worker(jobs: dict[str, _Job], cache: Path, progress: Report | None) -> 
 
 
 def _store(entry: Path, work: Path, key: str, kernels: list[dict[str, Any]]) -> None:
-    """Move one result into the cache; the rename makes it appear whole or not at all."""
+    """Move one result into the cache, atomically by a rename."""
     staged = work / f"entry-{key}"
     staged.mkdir()
     for kernel in kernels:
@@ -285,7 +285,7 @@ def _store(entry: Path, work: Path, key: str, kernels: list[dict[str, Any]]) -> 
             raise
 
 
-def _read_cached(entry: Path, job: _Job, version: str) -> CompiledVariant:
+def _read_cached(entry: Path, job: _CompileJob, version: str) -> CompiledVariant:
     kernels = {
         kernel["meta"]["entry"]: CompiledKernel(
             (entry / kernel["meta"]["entry"]).read_bytes(), kernel["meta"], Resources(**kernel["resources"])

@@ -6,8 +6,8 @@ import re
 
 from flexspec.errors import CompileError
 
-# What an expression may call: functions of templates/cpu/simd.h, in Triton's words. To add one, write it there and give
-# it a line here; ``tanh``, which Triton lacks, is in templates/triton/rowwise.py.j2.
+# What an expression may call: functions of templates/cpu/simd.h, and Triton's names. To add one, write it there and add
+# a line here; ``tanh``, which Triton lacks, is in templates/triton/rowwise.py.j2.
 FUNCTIONS = {
     "fs_exp": "tl.exp",
     "fs_log": "tl.log",
@@ -20,7 +20,7 @@ FUNCTIONS = {
 _TOKEN = re.compile(
     r"\s*(?:(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?)f?\b|([A-Za-z_]\w*)|(<=|>=|==|!=|[-+*/<>?:(),]))"
 )
-_LEVELS = (("<", ">", "<=", ">=", "==", "!="), ("+", "-"), ("*", "/"))  # weakest first
+_LEVELS = (("<", ">", "<=", ">=", "==", "!="), ("+", "-"), ("*", "/"))  # lowest precedence first
 
 
 def to_triton(expression: str, operands: int) -> str:
@@ -110,5 +110,5 @@ class _Reader:
         return CompileError(
             f"{found} in the expression {self._expression}",
             f"{', '.join(sorted(self._names))}, numbers, + - * /, a < b, mask ? a : b, {', '.join(FUNCTIONS)}",
-            "write it in these words, or set triton='torch' in the operator's KernelKey",
+            "use only these, or set triton='torch' in the operator's KernelKey",
         )

@@ -118,7 +118,7 @@ class KernelStep:
     shared: dict[Hashable, Any] = field(default_factory=dict)  # tables that one launch computed and later ones reuse
 
 
-class Case(Protocol):
+class CheckCase(Protocol):
     """One comparison of a family's kernels with its reference."""
 
     @property
@@ -160,9 +160,9 @@ class KernelFamily(Generic[V, C]):
     entries: Callable[[V], tuple[Entry, ...]]
     configs: Callable[[V, Target], tuple[C, ...]]  # to try in order: the first within the target's budget is taken
     plain_config: C  # for the interpreter, and for GPUs without a known budget
-    values: Callable[[V, C], dict[str, object]]  # of the template, beside ``v`` (variant) and ``c`` (configuration)
+    values: Callable[[V, C], dict[str, object]]  # of the template, besides ``v`` (variant) and ``c`` (configuration)
     run: Run[V]  # operands of a node -> its results; decides grids and arguments
-    cases: Callable[[bool], Sequence[Case]]  # the reference check; True: only what the interpreter can compute
+    cases: Callable[[bool], Sequence[CheckCase]]  # the reference check; True: only what the interpreter can compute
 
 
 _FAMILIES: dict[str, KernelFamily[Any, Any]] = {}

@@ -83,7 +83,7 @@ class BinaryKernels:
         import torch
 
         kernel = self._kernels[entry]
-        # The pointers of torch tensors: aligned to 16 bytes, which is what the binaries were promised.
+        # Pointers of torch tensors are aligned to 16 bytes, as the binaries assume.
         values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
         params = pack_params(kernel.meta["params"], values)
         threads = kernel.meta["warps"] * kernel.meta["warp_size"]
@@ -100,7 +100,7 @@ class PackedParams:
 
     def __init__(self, storage: list[Any]) -> None:
         self.storage = storage  # kept alive as long as the pointers
-        self.pointers = (ctypes.c_void_p * len(storage))(*(ctypes.addressof(each) for each in storage))
+        self.pointers = (ctypes.c_void_p * len(storage))(*(ctypes.addressof(value) for value in storage))
 
 
 def pack_params(params: Sequence[Sequence[str]], values: Sequence[int | float]) -> PackedParams:
@@ -140,7 +140,7 @@ def _load_function(driver: Any, kernel: CompiledKernel) -> ctypes.c_void_p:
     meta = kernel.meta
     what = f"loading {meta['symbol']} for {meta['target']}"
     if meta["global_scratch_bytes"] or meta["profile_scratch_bytes"]:
-        raise ArtifactError(f"{what}: it wants scratch memory", "none", "compile it with an unchanged Triton")
+        raise ArtifactError(f"{what}: it needs scratch memory", "none", "compile it with an unchanged Triton")
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     code = driver.cuModuleLoadData(ctypes.byref(module), kernel.binary)
     code = code or driver.cuModuleGetFunction(ctypes.byref(function), module, meta["symbol"].encode())

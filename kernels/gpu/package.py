@@ -46,7 +46,7 @@ def package_kernels(
     emit = _writer(out) if isinstance(out, Path) else out
     compiled = compile_variants(variants, targets, cache_dir=cache_dir, progress=progress)
     for variant in dict.fromkeys(variants):
-        _emit_variant(variant, [each for each in compiled if each.variant == variant], emit)
+        _emit_variant(variant, [result for result in compiled if result.variant == variant], emit)
     return resource_rows(compiled)
 
 
@@ -64,8 +64,8 @@ def read_packaged(variant: Variant, target: str, read: Callable[[str], bytes]) -
     record = meta["targets"][target]
     source = _read_checked(read, variant, record["source"]).decode()
     kernels = {
-        entry: CompiledKernel(_read_checked(read, variant, each), each["meta"], Resources(**each["resources"]))
-        for entry, each in record["kernels"].items()
+        entry: CompiledKernel(_read_checked(read, variant, kernel), kernel["meta"], Resources(**kernel["resources"]))
+        for entry, kernel in record["kernels"].items()
     }
     config = family_of(variant.family).config_type(**record["config"])
     return CompiledVariant(variant, config, target_of(target), record["triton"], source, kernels)
@@ -85,18 +85,18 @@ def format_rows(rows: ResourceRows) -> str:
 def _emit_variant(variant: Variant, compiled: Sequence[CompiledVariant], emit: Emit) -> None:
     targets: dict[str, Any] = {}
     sources: dict[str, bytes] = {}
-    for each in compiled:
-        source_file = f"source.{each.config.name}.py"
-        sources[source_file] = each.source.encode()
+    for result in compiled:
+        source_file = f"source.{result.config.name}.py"
+        sources[source_file] = result.source.encode()
         kernels = {}
-        for entry, kernel in each.kernels.items():
-            file = f"{each.target.name}.{entry}.bin"
+        for entry, kernel in result.kernels.items():
+            file = f"{result.target.name}.{entry}.bin"
             emit(layout.gpu_member(variant.name, file), kernel.binary)
             description = {"meta": kernel.meta, "resources": asdict(kernel.resources)}
             kernels[entry] = _file_record(file, kernel.binary) | description
-        targets[each.target.name] = {
-            "config": asdict(each.config),
-            "triton": each.triton_version,
+        targets[result.target.name] = {
+            "config": asdict(result.config),
+            "triton": result.triton_version,
             "source": _file_record(source_file, sources[source_file]),
             "kernels": kernels,
         }

@@ -1,8 +1,8 @@
 """The process that compiles Triton kernels ahead of time, with no GPU: one JSON job a line in, one result a line out.
 
-Run as ``python -m flexspec.kernels.gpu.worker JOBS_FILE OUT_FOLDER`` by gpu/aot.py and by nobody else. A process
-of its own because Triton decides at import whether it interprets or compiles, and because a compiler crash must not
-take the caller along. Imports Triton and never torch. A job is {id, source_path, target, entries}, an entry
+Run as ``python -m flexspec.kernels.gpu.worker JOBS_FILE OUT_FOLDER`` by gpu/aot.py only. A process of its own because
+Triton decides at import whether it interprets or compiles, and because a compiler crash must not take down the caller.
+Imports Triton and never torch. A job is {id, source_path, target, entries}, an entry
 {name, params, warps, stages}; a result is {id, kernels} or {id, error}. Binaries go to OUT_FOLDER/ID.ENTRY.
 """
 
@@ -21,7 +21,7 @@ from flexspec.kernels.gpu.targets import Target, target_of
 
 
 def main(jobs_file: str, out_folder: str) -> None:
-    """Compile every job of the file, printing each result as soon as it is there."""
+    """Compile every job of the file, printing each result as soon as it is ready."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # compilers print to stdout when they fail; that stream carries results only
     for line in Path(jobs_file).read_text().splitlines():
@@ -67,7 +67,7 @@ def _compile_entry(function: Any, entry: dict[str, Any], target: Target) -> Any:
     from triton.compiler import ASTSource
 
     signature = dict(entry["params"])
-    # Without the 16-byte promise vector loads and asynchronous copies disappear.
+    # Without the assumption of 16-byte alignment, vector loads and asynchronous copies disappear.
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     return triton.compile(
         ASTSource(fn=function, signature=signature, constexprs={}, attrs=aligned),

@@ -1,7 +1,7 @@
 """What an artifact stores for GPUs: generated kernels of every target, and weights as the graphs name them.
 
-The CPU programs read weights that are packed for their tiles; on a GPU a graph's matrix products run through torch,
-which takes them in their dtype: what the graphs store otherwise is expanded here. The kernels are gpu/package.py's.
+CPU programs read weights that are packed into tiles; on a GPU a graph's matrix products run through torch, which takes
+them in their dtype: weights in other formats are expanded here. gpu/package.py stores the kernels.
 """
 
 from __future__ import annotations

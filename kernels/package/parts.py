@@ -1,6 +1,6 @@
 """The models of an artifact on their way into it: checkpoint, graph, lowered graph, and where each weight comes from.
 
-Owns what an SSM that reads hidden states and its LLM lend each other. What is stored of a part, device by device, is
+Owns the weights that an SSM that reads hidden states and its LLM share. What is stored of a part, device by device, is
 in ``cpu.py`` and ``gpu.py``.
 """
 

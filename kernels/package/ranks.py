@@ -31,7 +31,7 @@ def add_ranks(
 ) -> None:
     """Cut the LLM's graph by the plan and store every rank's part for every device.
 
-    Ranks are made one after another, so that one rank's slices are in memory at a time. Raises PartitionError,
+    Ranks are built one after another, so that only one rank's slices are in memory at a time. Raises PartitionError,
     PassError, CompileError, ToolchainError, WeightError.
     """
     parts = sorted(lower_ranks(llm.graph, plan.stages, LLM_PASSES, dump_ir), key=lambda part: part.rank)

@@ -1,4 +1,4 @@
-"""What the artifact says of its models: from parts to the record. Sizes are those of the graphs, whatever runs them."""
+"""The artifact's record of its models, from its parts. Sizes are those of the graphs, whatever runs them."""
 
 from __future__ import annotations
 

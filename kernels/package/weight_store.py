@@ -1,6 +1,6 @@
 """Weights of an artifact, each stored once: an SSM may read the LLM's own embedding or head.
 
-Owns that rule, for CPU and GPU alike: what has the bytes of an earlier tensor is a reference to it.
+Owns that rule, for CPU and GPU alike: a tensor with the bytes of an earlier one is a reference to it.
 """
 
 from __future__ import annotations

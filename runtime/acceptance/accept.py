@@ -1,7 +1,7 @@
 """Acceptance: which path of a verified token tree is taken, and the one token after it.
 
-Owns the rules; docs/design/acceptance.md has their mathematics. Laws come from runtime/transforms and chance from
-runtime/noise. A rule looks at a node's law only when it visits the node. Appending to a sequence is runtime/commit's.
+Owns the rules; docs/design/acceptance.md has their mathematics. Laws come from transforms.py, chance from noise.py. A
+rule looks at a node's law only when it visits the node. Only runtime/engine/commit.py appends to a sequence.
 
 Legend: T nodes of the tree, V vocabulary. Row i of an array over T belongs to node i.
 """
@@ -29,13 +29,13 @@ _TINY = 1e-15
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """``nodes``: the accepted path, root first. ``next_token`` follows its last node and is not in the tree."""
+    """What a round may commit."""
 
-    nodes: tuple[int, ...]
-    next_token: int
+    nodes: tuple[int, ...]  # the accepted path, root first
+    next_token: int  # follows the path's last node and is not in the tree
 
     def tokens(self, tree: TokenTree) -> list[int]:
-        """The tokens this round offers to commit: those of the path behind the root, then ``next_token``."""
+        """The tokens this round offers to commit: those of the path below the root, then ``next_token``."""
         return [tree.tokens[node] for node in self.nodes[1:]] + [self.next_token]
 
 
@@ -55,8 +55,8 @@ def accept_greedy(tree: TokenTree, argmax_T: NDArray[np.int32]) -> Accepted:
 def choose_method(tree: TokenTree) -> Method:
     """The exact rule that is expected to accept most.
 
-    Drafts that involve no chance: "match", because no exact rule accepts any node more often than the LLM takes its
-    path, and "match" accepts each exactly that often. Trees with sampled nodes: "traversal".
+    Deterministic drafts: "match", because no exact rule accepts a node more often than the LLM takes its path, and
+    "match" accepts each exactly that often. Trees with sampled nodes: "traversal".
     """
     return "traversal" if tree.laws else "match"
 
@@ -72,7 +72,7 @@ def accept_sampled(
     """Accept so that the committed tokens follow the target law of ``params`` exactly, whatever was drafted.
 
     ``position`` is the index in the sequence of the token after the root (= tokens committed so far). Raises
-    EngineError when a visited row of logits holds no numbers. Asserts that ``method`` is exact for this tree.
+    EngineError when a visited row of logits has NaN or only -inf. Asserts that ``method`` is exact for this tree.
     """
     assert logits_TV.shape[0] == len(tree), "one row of logits a node"
     method = method or choose_method(tree)
@@ -88,7 +88,7 @@ def accept_sampled(
 
 
 def check_exact(tree: TokenTree, vocab_size: int, method: Method) -> None:
-    """Assert what ``method`` needs of the tree to be exact; a failure is a drafter's bug, never a request's."""
+    """Assert what ``method`` needs of the tree to be exact; a failure is a drafter's bug, not the user's."""
     assert all(0 <= token < vocab_size for token in tree.tokens), "a token outside the LLM's vocabulary"
     if method == "match":
         return
@@ -101,14 +101,14 @@ def check_exact(tree: TokenTree, vocab_size: int, method: Method) -> None:
     for siblings in tree.children():
         fixed = [tree.tokens[node] for node in siblings if node not in tree.laws]
         for node in siblings:
-            # Were both tokens equal, a drafter would have merged the two nodes: a draw dropped because of its outcome.
+            # If both tokens were equal, a drafter would merge the two nodes: a draw dropped because of its outcome.
             assert node not in tree.laws or not tree.laws[node][fixed].any(), (
                 f"node {node} was drawn from a law that covers a deterministic sibling"
             )
 
 
 def _match(tree: TokenTree, law_of: LawOf, noise: Decisions) -> Accepted:
-    """Draw the LLM's own token and follow it while the tree has it. Exact for any drafts at all."""
+    """Draw the LLM's own token and follow it while the tree has it. Exact for any drafts."""
     children = tree.children()
     frontier = [0]  # siblings with equal tokens are one path as far as the LLM is concerned
     while True:
@@ -137,8 +137,8 @@ def _mss(tree: TokenTree, law_of: LawOf, noise: Decisions) -> Accepted:
 def _traversal(tree: TokenTree, law_of: LawOf, noise: Decisions) -> Accepted:
     """Leaf to root (traversal verification, arXiv 2505.12398) with deterministic children as one-hot laws.
 
-    ``mass[i]``: chance that the path to ``path[i]`` is acceptable. ``residual[i]``: the law there, less what lost
-    children took of it; None until one is lost, so that a leaf's own law is computed only when the path ends there.
+    ``mass[i]``: chance that the path to ``path[i]`` is acceptable. ``residual[i]``: the law there, less what rejected
+    children took of it; None until one is rejected, so that a leaf's law is computed only if the path ends there.
     """
     waiting = [sorted(nodes, key=lambda node: node not in tree.laws) for nodes in tree.children()]  # sampled first
     path, mass = [0], [1.0]
@@ -147,7 +147,7 @@ def _traversal(tree: TokenTree, law_of: LawOf, noise: Decisions) -> Accepted:
         if waiting[path[-1]]:
             child = waiting[path[-1]][0]
             chance = min(1.0, mass[-1] * _ratio(tree, child, _present(residual[-1], law_of, path[-1])))
-            if chance > 0.0:  # at 0 nothing below the child can be accepted: lose it without looking
+            if chance > 0.0:  # at 0 nothing below the child can be accepted: reject it unseen
                 path.append(child)
                 mass.append(chance)
                 residual.append(None)

@@ -22,7 +22,7 @@ _BLOCK = 256
 
 
 class Purpose(IntEnum):
-    """What a stream is for. The numbers are part of what a seed means: never renumber."""
+    """What a stream is for. Never renumber: the output of a seed depends on the numbers."""
 
     DRAFT = 1
     ACCEPT = 2
@@ -32,8 +32,8 @@ class Purpose(IntEnum):
 def stream(seed: int, purpose: Purpose, position: int, lane: int = 0) -> np.random.Generator:
     """The stream of (seed mod 2**64, purpose, position); drafters that sample side by side take a ``lane`` each.
 
-    Seed, purpose and lane are the cipher's key and position the high half of its counter: no two streams meet before
-    one has given 2**130 numbers.
+    Seed, purpose and lane are the cipher's key and position the high half of its counter: no two streams overlap
+    before one has produced 2**130 numbers.
     """
     assert position >= 0 and 0 <= lane < 1 << 32
     key = np.array([seed & _MASK64, int(purpose) << 32 | lane], np.uint64)
@@ -61,7 +61,7 @@ def _locate(cumulative: LawV, target: float) -> tuple[int, float]:
 
 
 class Draws(Protocol):
-    """Draws tokens, each time independently."""
+    """Draws tokens, each independently."""
 
     def draw(self, law_V: LawV, depth: int) -> int:
         """A token from ``law_V``, as a child of a node at ``depth`` (the root has 0)."""
@@ -69,7 +69,7 @@ class Draws(Protocol):
 
 
 class Decisions(Draws, Protocol):
-    """What an acceptance rule may ask chance for."""
+    """The random decisions of an acceptance rule."""
 
     def accepts(self, chance: float) -> bool:
         """True with probability ``chance``."""
@@ -89,8 +89,8 @@ class DraftNoise:
 class RoundNoise:
     """Decisions for accepting the round whose first new token has index ``position``.
 
-    The token with index i in the sequence is always drawn with stream (seed, SAMPLE, i), in whichever round and under
-    whichever tree it falls: rule "match" then gives the same bytes as decoding without drafts.
+    The token with index i in the sequence is always drawn with stream (seed, SAMPLE, i), whatever the round and the
+    tree: rule "match" then gives the same bytes as decoding without drafts.
     """
 
     def __init__(self, seed: int, position: int) -> None:
@@ -106,14 +106,14 @@ class RoundNoise:
         return draw_token(law_V, stream(self._seed, Purpose.SAMPLE, self._position + depth).random())
 
 
-def draft_child(law_V: LawV, kept: Sequence[int], noise: Draws, depth: int) -> tuple[int, LawV] | None:
-    """The sampled child beside the deterministic children ``kept`` of a node at ``depth``: its token and its law.
+def draft_child(law_V: LawV, siblings: Sequence[int], noise: Draws, depth: int) -> tuple[int, LawV] | None:
+    """The sampled child of a node at ``depth``: its token and its law. ``siblings``: the deterministic children.
 
-    The law is ``law_V`` without ``kept``, renormalised: what TokenTree.laws must hold for the child's node. None when
-    nothing is left outside ``kept``.
+    The law is ``law_V`` without ``siblings``, renormalised: what TokenTree.laws must hold for the child's node. None
+    when nothing else has any probability.
     """
     rest_V = law_V.copy()
-    rest_V[list(kept)] = 0.0
+    rest_V[list(siblings)] = 0.0
     mass = float(rest_V.sum())
     if mass <= 0.0:
         return None

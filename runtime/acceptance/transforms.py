@@ -5,8 +5,8 @@ float64 rows are laws, everywhere in the runtime, so one can't pass for the othe
 
 Edges, all defined: a greedy request's law is one-hot on the first argmax; ``top_k`` >= V is off; logits that tie with
 the k-th are all kept (as in vLLM and Hugging Face, so the law does not depend on how tokens are numbered); the nucleus
-is the smallest set of the likeliest tokens whose mass reaches ``top_p``, of equal ones the lower id first; ``min_p``
-keeps what is at least that share of the likeliest; -inf bans a token. NaN, +inf or a row of -inf raise EngineError.
+is the smallest set of the likeliest tokens whose mass reaches ``top_p``, ties in order of id; ``min_p`` keeps tokens
+with at least that share of the likeliest one's; -inf bans a token. NaN, +inf or a row of -inf raise EngineError.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Mask = NDArray[np.bool_]
 
 
 def target_law(logits_V: LogitsV, params: SamplingParams) -> LawV:
-    """Law [V] of the next token after all transforms; sums to 1. Raises EngineError for logits that are no numbers."""
+    """Law [V] of the next token after all transforms; sums to 1. Raises EngineError for invalid logits."""
     assert logits_V.dtype == np.float32 and logits_V.ndim == 1, "logits are float32 rows; float64 rows are laws"
-    top = float(logits_V.max())  # NaN wins a max, so this one number tells all three faults
+    top = float(logits_V.max())  # NaN wins a max, so this one number shows all three faults
     if not np.isfinite(top):
         raise EngineError(
             f"logits whose maximum is {top}", "finite numbers, or -inf for banned tokens",

@@ -1,4 +1,4 @@
-"""An artifact's generated C++ programs on this CPU, each checked against what the artifact says of it."""
+"""An artifact's generated C++ programs on this CPU, each checked against the artifact's record of it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CpuPrograms:
         return self.isa
 
     def executor(self, model: str, room: Room) -> CpuExecutor:
-        """A whole model. Raises ArtifactError for a program that is not the one that was compiled, CapacityError."""
+        """A whole model. Raises ArtifactError for a program other than the compiled one, CapacityError."""
         library, weights = self._program(model)
         executor = CpuExecutor(library, weights, pages=room.pages, max_rows=room.max_rows, threads=self.threads)
         self._check_sizes(model, executor)
@@ -75,17 +75,17 @@ class CpuPrograms:
         expected = self.artifact.digest(name, self.isa) if self.checks else None
         if expected is None:  # or compiled on a machine that could not run this instruction set
             return library, weights
-        found = seeded_digest(library, weights, self.artifact.graph(name))
-        if found != expected:
+        digest = seeded_digest(library, weights, self.artifact.graph(name))
+        if digest != expected:
             raise ArtifactError(
-                f"{name} on {self.isa} computes other values ({found[:12]}) than at compile time ({expected:.12})",
+                f"{name} on {self.isa} computes other values ({digest[:12]}) than at compile time ({expected:.12})",
                 "the same bytes",
                 f"{self.artifact.fix}; if it persists set FLEXSPEC_CPU_ISA=avx512 or avx2",
             )
         return library, weights
 
     def _check_sizes(self, name: str, program: CpuExecutor | CpuRank) -> None:
-        """The program's own sizes, which its memory is laid out by, are those of the artifact's graph of it."""
+        """Check that the program's own sizes, which set its memory layout, are those of its graph in the artifact."""
         sizes = step_sizes(split_logits(self.artifact.graph(name))[0])
         if not program.facts.agrees_with(sizes):
             program.close()
@@ -95,7 +95,7 @@ class CpuPrograms:
 
 
 def default_threads() -> int:
-    """One thread a core this process may run on, at most 8: a step is bound by memory, not by arithmetic.
+    """One thread per core this process may run on, at most 8: a step is memory-bound.
 
     Ranks on one host share its cores.
     """

@@ -1,7 +1,7 @@
-"""What models run on: a device is one file of this folder with a ``BACKEND``, found by its presence.
+"""What models run on: a device is one file of this folder with a ``BACKEND``, files by its presence.
 
 The file names the device as ``--device`` does and says how an artifact is opened there; nothing else in the runtime
-tests which device it is. A file is imported for ``--help``, so what is heavy is imported when an artifact is opened.
+tests which device it is. A file is imported for ``--help``, so heavy modules are imported when an artifact is opened.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Needs:
     """What kernels are opened for."""
 
     tree_rows: int  # of the largest token tree that is verified or drafted, the root counted
-    threads: int = 0  # of the CPU; 0: one a core, at most 8
+    threads: int = 0  # of the CPU; 0: one per core, at most 8
     checks: bool = True  # run the self-tests
 
 
@@ -59,17 +59,17 @@ class Backend:
     # naming the command that adds them, when the artifact has none for it, CapacityError for trees too large for them.
     open: Callable[[OpenedArtifact, Needs], DeviceKernels]
     process_group: str  # torch.distributed backend that carries rows between ranks
-    in_host_memory: bool  # weights and pools lie in this host's memory, which is checked at start (open/capacity.py)
-    times_itself: bool = True  # its steps are worth timing at start, for the tree budget
+    in_host_memory: bool  # weights and pools are in this host's memory, which is checked at startup (open/capacity.py)
+    times_itself: bool = True  # its steps are worth timing at startup, for the tree budget
     environment: Mapping[str, str] = field(default_factory=dict)  # set before any library is imported
-    help: str = ""  # for --help, where the name does not say it
+    help: str = ""  # for --help, where the name is not enough
 
 
 def backends() -> dict[str, Backend]:
     """Every backend by name."""
     folder = importlib.import_module(__name__.rpartition(".")[0]).__path__
-    found = sorted(module.name for module in pkgutil.iter_modules(folder) if module.name not in _NO_BACKEND)
-    modules = [importlib.import_module(f"{__name__.rpartition('.')[0]}.{name}") for name in found]
+    files = sorted(module.name for module in pkgutil.iter_modules(folder) if module.name not in _NO_BACKEND)
+    modules = [importlib.import_module(f"{__name__.rpartition('.')[0]}.{name}") for name in files]
     return {module.BACKEND.name: module.BACKEND for module in modules}
 
 

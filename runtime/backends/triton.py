@@ -1,4 +1,4 @@
-"""An artifact's Triton kernels on a GPU, or in Triton's interpreter: which of them are taken, and what is refused."""
+"""An artifact's Triton kernels on a GPU, or in Triton's interpreter: which are used, and what is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flexspec.runtime.executors.room import Room
 from flexspec.runtime.executors.triton import TritonExecutor
 from flexspec.runtime.executors.triton_device import GPU, INTERPRETER, TritonDevice, gpu_architecture
 
-_PLAIN_TARGET = "sm_90"  # whose kernels the interpreter would like best; it takes any
+_PLAIN_TARGET = "sm_90"  # for the interpreter of an artifact without GPU kernels, whose error names it
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _memory_for(name: str) -> Iterator[None]:
 
 
 def open_gpu(artifact: OpenedArtifact, needs: Needs) -> TritonKernels:
-    """The kernels for the GPU that is there, of several the one of this rank's number on its host.
+    """The kernels for this host's GPU; with several GPUs, for the one with this rank's number on its host.
 
     Raises ToolchainError without one, and as ``_for_target``.
     """
@@ -101,7 +101,7 @@ def _built(artifact: OpenedArtifact) -> list[str]:
 
 
 def _for_target(artifact: OpenedArtifact, target: str, needs: Needs) -> GpuRecord:
-    """What executors need beside kernels, if there are kernels.
+    """What executors need besides kernels, if there are kernels.
 
     Raises ToolchainError for an unknown architecture, ArtifactError naming the command that rebuilds the artifact when
     it has no kernels for it, CapacityError for trees larger than they take.
@@ -124,8 +124,8 @@ def _for_target(artifact: OpenedArtifact, target: str, needs: Needs) -> GpuRecor
 
 def _not_built(artifact: OpenedArtifact, target: str, built: Sequence[str]) -> ArtifactError:
     option = "" if target in built else f" --target {target}"
-    found = "GPU kernels without weights" if target in built else ", ".join(artifact.manifest.targets) or "no target"
+    held = "GPU kernels without weights" if target in built else ", ".join(artifact.manifest.targets) or "no target"
     return ArtifactError(
-        f"{artifact.name} holds {found}", f"kernels and weights for {target}",
+        f"{artifact.name} holds {held}", f"kernels and weights for {target}",
         f"{artifact.fix}{option}",
     )  # fmt: skip

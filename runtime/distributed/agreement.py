@@ -1,4 +1,4 @@
-"""What all ranks must have alike before they run a step together, and what the first that differs is told."""
+"""What all ranks must agree on before they run a step together, and the error for the first rank that differs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SHOWN = 60  # characters of a value in a message
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """One rank's side of it. The first field that differs is the one that is named."""
+    """One rank's side of it. The error names the first field that differs."""
 
-    artifact: str  # sha256 of its manifest, which has the digests of everything else; or what runs without one
+    artifact: str  # sha256 of its manifest, which has the digests of everything else; or a name where there is none
     device: str = ""
     max_rows: int = 0  # of a step
     pages: int = 0  # of the KV pool
-    draft: str = ""  # as asked for: the artifact's plan decides what "auto" is
-    context_tokens: int = 0  # as asked for, 0: as long as the model and the pool allow
+    draft: str = ""  # as requested: the artifact's plan decides what "auto" is
+    context_tokens: int = 0  # as requested, 0: as long as the model and the pool allow
     version: str = field(default_factory=lambda: __version__)
 
     def encode(self) -> bytes:
@@ -37,7 +37,7 @@ _LABELS: Mapping[str, str] = {
     "draft": "--draft",
     "context_tokens": "--context",
 }
-assert set(_LABELS) == {each.name for each in fields(Agreement)}
+assert set(_LABELS) == {member.name for member in fields(Agreement)}
 
 
 def check_agreement(encoded: Sequence[bytes]) -> None:
@@ -47,15 +47,15 @@ def check_agreement(encoded: Sequence[bytes]) -> None:
         for rank, side in enumerate(sides):
             if side.get(name) != sides[0].get(name):
                 raise ArtifactError(
-                    f"rank {rank} has another {label} ({_shown(side.get(name))}) than rank 0 "
+                    f"rank {rank} has a different {label} ({_shown(side.get(name))}) from rank 0 "
                     f"({_shown(sides[0].get(name))})",
-                    "the same on each rank",
-                    "give all ranks one artifact, one flexspec and the same options",
+                    "the same on every rank",
+                    "give all ranks the same artifact, flexspec version and options",
                 )
 
 
 def _decode(side: bytes) -> Mapping[str, object]:
-    """Of another version it may be anything, and then the version differs too."""
+    """Another version may send anything; its version is then reported as missing."""
     try:
         body = json.loads(side)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Drafting on other ranks: what rank 0 sends to an SSM's rank, the trees that come back, and both ends of it.
+"""Drafting on other ranks: what rank 0 sends to an SSM's rank, the trees that come back, and both ends of that link.
 
 A message holds what happened to requests since the last one (begun, committed, ended), in order, and the draft requests
-of a round; the answer holds their trees. An SSM's contexts, pages and steps are its rank's own: none travel.
+of a round; the answer holds their trees. An SSM's contexts, pages and steps stay on its rank.
 Bodies are JSON, then raw arrays (features, laws), so that nothing is pickled and floats keep their bits.
 """
 
@@ -28,8 +28,8 @@ _GREEDY = SamplingParams()
 _LENGTH_BYTES = 8
 
 
-class Post(Protocol):
-    """The way to one rank that drafts, and back; answers come in the order of what was sent."""
+class DraftPeer(Protocol):
+    """A connection to one rank that drafts; answers come in the order of the requests."""
 
     def send(self, body: Bytes) -> None:
         """Raises EngineError when the rank is gone."""
@@ -39,10 +39,10 @@ class Post(Protocol):
 
 
 class _Mailbox:
-    """Another rank's place for requests: what happens to them is sent along with the next draft request."""
+    """Requests drafted on another rank: what happens to them is sent along with the next draft request."""
 
-    def __init__(self, post: Post, *, reads_features: bool) -> None:
-        self.post = post
+    def __init__(self, peer: DraftPeer, *, reads_features: bool) -> None:
+        self.peer = peer
         self._reads_features = reads_features
         self._events: list[list[Any]] = []
         self._arrays: list[NDArray[np.float32]] = []
@@ -62,9 +62,9 @@ class _Mailbox:
         self._record(["end", request_id])
 
     def send(self, name: str, plan: DraftPlan, requests: Sequence[DraftRequest]) -> None:
-        asked = [_encode_request(plan, request) for request in requests]
-        self.post.send(
-            encode({"ssm": name, "events": self._events, "plan": str(plan), "requests": asked}, self._arrays)
+        encoded = [_encode_request(plan, request) for request in requests]
+        self.peer.send(
+            encode({"ssm": name, "events": self._events, "plan": str(plan), "requests": encoded}, self._arrays)
         )
         self._events, self._arrays = [], []
 
@@ -75,40 +75,40 @@ class _Mailbox:
 
 
 @dataclass(frozen=True, slots=True)
-class _DraftUnderWay:
-    """A draft that was started and not finished."""
+class _PendingDraft:
+    """A draft that has started and not finished."""
 
     plan: DraftPlan
     requests: list[DraftRequest]
-    boxes: list[_Mailbox]
-    here: list[DraftRequest]  # those that this process's own drafter has
-    seconds: float  # of this process, in it so far
+    mailboxes: list[_Mailbox]
+    local: list[DraftRequest]  # those of this process's own drafter
+    seconds: float  # that this process has spent on it so far
 
 
 class RemoteDrafter:
     """Rank 0's end for one SSM: a DistantDrafter. Each request belongs to one of the SSM's ranks, the least busy one.
 
-    ``own`` drafts for the requests of this process, if it is one of the SSM's ranks. Raises EngineError when a rank is
-    gone or its answer is invalid.
+    ``local`` is the drafter of this process, if it is one of the SSM's ranks. Raises EngineError when a rank is gone or
+    its answer is invalid.
     """
 
     def __init__(
         self,
         name: str,
-        posts: Sequence[Post],
-        own: ModelDrafter | None,
+        peers: Sequence[DraftPeer],
+        local: ModelDrafter | None,
         *,
         reads_features: bool,
         clock: Callable[[], float],
     ) -> None:
         self.name, self.reads_features = name, reads_features
         self.worth: StepWorth | None = None
-        self._own = own
-        self._boxes = [_Mailbox(post, reads_features=reads_features) for post in posts]
-        self._places: list[ModelDrafter | _Mailbox] = [*([own] if own is not None else []), *self._boxes]
-        self._at: dict[int, ModelDrafter | _Mailbox] = {}  # where each request is drafted for
+        self._local = local
+        self._mailboxes = [_Mailbox(peer, reads_features=reads_features) for peer in peers]
+        self._drafters: list[ModelDrafter | _Mailbox] = [*([local] if local is not None else []), *self._mailboxes]
+        self._assigned: dict[int, ModelDrafter | _Mailbox] = {}  # by request
         self._plan: DraftPlan | None = None
-        self._asked: deque[_DraftUnderWay] = deque()
+        self._pending: deque[_PendingDraft] = deque()
         self._clock = clock
 
     def use(self, plan: DraftPlan) -> None:
@@ -116,21 +116,21 @@ class RemoteDrafter:
 
     def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
         self.end(request_id)
-        held = list(self._at.values())
-        place = self._at[request_id] = min(self._places, key=held.count)
-        place.begin(request_id, prompt_ids)
+        assigned = list(self._assigned.values())
+        drafter = self._assigned[request_id] = min(self._drafters, key=assigned.count)
+        drafter.begin(request_id, prompt_ids)
 
     def observe_prompt(self, request_id: int, start: int, features_KE: NDArray[np.float32] | None) -> None:
-        if request_id in self._at:
-            self._at[request_id].observe_prompt(request_id, start, features_KE)
+        if request_id in self._assigned:
+            self._assigned[request_id].observe_prompt(request_id, start, features_KE)
 
     def observe(self, request_id: int, committed: Sequence[int], features_KE: NDArray[np.float32] | None) -> None:
-        if request_id in self._at:
-            self._at[request_id].observe(request_id, committed, features_KE)
+        if request_id in self._assigned:
+            self._assigned[request_id].observe(request_id, committed, features_KE)
 
     def end(self, request_id: int) -> None:
-        if request_id in self._at:
-            self._at.pop(request_id).end(request_id)
+        if request_id in self._assigned:
+            self._assigned.pop(request_id).end(request_id)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         self.start(requests)
@@ -139,31 +139,35 @@ class RemoteDrafter:
     def start(self, requests: Sequence[DraftRequest]) -> None:
         assert self._plan is not None, "use() comes first"
         began = self._clock()
-        shares = [(box, [each for each in requests if self._at.get(each.request_id) is box]) for box in self._boxes]
-        shares = [(box, share) for box, share in shares if share]
-        for box, share in shares:
-            box.send(self.name, self._plan, share)
-        here = [each for each in requests if self._own is not None and self._at.get(each.request_id) is self._own]
-        boxes = [box for box, _ in shares]
-        self._asked.append(_DraftUnderWay(self._plan, list(requests), boxes, here, self._clock() - began))
+        shares = [(mailbox, self._share(requests, mailbox)) for mailbox in self._mailboxes]
+        shares = [(mailbox, share) for mailbox, share in shares if share]
+        for mailbox, share in shares:
+            mailbox.send(self.name, self._plan, share)
+        local = [] if self._local is None else self._share(requests, self._local)
+        mailboxes = [mailbox for mailbox, _ in shares]
+        self._pending.append(_PendingDraft(self._plan, list(requests), mailboxes, local, self._clock() - began))
 
     def finish(self) -> list[TokenTree]:
         """The trees of the oldest draft. Requests that ended meanwhile get a root-only tree, if any."""
-        asked = self._asked.popleft()
+        draft = self._pending.popleft()
         began = self._clock()
         trees: dict[int, TokenTree] = {}
-        if self._own is not None and asked.here:
-            self._own.use(asked.plan)
-            trees.update(zip([each.request_id for each in asked.here], self._own.propose(asked.here), strict=True))
-        for box in asked.boxes:
-            trees.update(decode_trees(box.post.receive(), self.name))
+        if self._local is not None and draft.local:
+            self._local.use(draft.plan)
+            ids = [request.request_id for request in draft.local]
+            trees.update(zip(ids, self._local.propose(draft.local), strict=True))
+        for mailbox in draft.mailboxes:
+            trees.update(decode_trees(mailbox.peer.receive(), self.name))
         if self.worth is not None:
-            self.worth.ran(0, asked.seconds + self._clock() - began)
-        return [trees.get(each.request_id) or TokenTree.root_only(each.last_token) for each in asked.requests]
+            self.worth.ran(0, draft.seconds + self._clock() - began)
+        return [trees.get(request.request_id) or TokenTree.root_only(request.last_token) for request in draft.requests]
+
+    def _share(self, requests: Sequence[DraftRequest], drafter: ModelDrafter | _Mailbox) -> list[DraftRequest]:
+        return [request for request in requests if self._assigned.get(request.request_id) is drafter]
 
 
 class DraftHost:
-    """The end of a rank that drafts: runs each message on its SSMs' drafters, by their names."""
+    """The end of a rank that drafts: applies each message to its SSMs' drafters, by name."""
 
     def __init__(self, drafters: Sequence[ModelDrafter]) -> None:
         self._drafters = {drafter.name: drafter for drafter in drafters}
@@ -204,7 +208,7 @@ def _apply(
 
 
 def _encode_request(plan: DraftPlan, request: DraftRequest) -> list[Any]:
-    """What shapes a law travels only where nodes are drawn by it."""
+    """Sampling parameters are sent only if nodes are drawn by them."""
     params = {name: getattr(request.params, name) for name in LAW_FIELDS} if plan.sampled == "mixed" else None
     return [request.request_id, request.last_token, request.max_nodes, request.max_depth, params]
 
@@ -235,19 +239,19 @@ def decode_trees(body: Bytes, source: str) -> dict[int, TokenTree]:
 
 
 def encode(head: dict[str, Any], arrays: Sequence[NDArray[Any]]) -> Bytes:
-    """One run of bytes, writable as torch wants it: length of the JSON, the JSON, the arrays one after another."""
+    """One run of bytes, writable as torch requires: length of the JSON, the JSON, the arrays one after another."""
     text = json.dumps(head, separators=(",", ":")).encode()
     parts = [len(text).to_bytes(_LENGTH_BYTES, "little"), text, *(np.ascontiguousarray(a).tobytes() for a in arrays)]
     return np.frombuffer(bytearray().join(parts), np.uint8)
 
 
 def decode(body: Bytes) -> tuple[dict[str, Any], Callable[..., NDArray[Any]]]:
-    """The JSON, and what takes the next array of a dtype and shape. Raises ValueError (JSON's too) for other bytes."""
+    """The JSON, and a function that takes the next array of a dtype and shape. Raises ValueError for other bytes."""
     data = body.tobytes()
     at = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     head = json.loads(data[_LENGTH_BYTES:at])
     if not isinstance(head, dict):
-        raise ValueError("no table")
+        raise ValueError("the head is not an object")
 
     def take(dtype: type[np.generic], *shape: int) -> NDArray[Any]:
         nonlocal at

@@ -1,8 +1,7 @@
-"""A plan of several ranks as one more Executor: rank 0 broadcasts a step, all run their shards, results come back.
+"""A plan of several ranks as one Executor: rank 0 broadcasts a step, all run their shards, results come back.
 
 ``DistributedExecutor`` is rank 0's, between the engine and its own shard; what the other ranks do is
-distributed/follow.py. Steps overlap: rank 0 runs its shard of one step and starts the next while later stages still
-work.
+distributed/follow.py. Steps overlap: rank 0 runs its shard of one step and starts the next while later stages work.
 """
 
 from __future__ import annotations
@@ -46,24 +45,24 @@ from flexspec.types import PAGE_TOKENS
 
 @dataclass(slots=True)
 class Spent:
-    """Where rank 0's time in steps went, in seconds: broadcasts, its own shard with exchanges, waiting for results."""
+    """Where rank 0's time in steps went, in seconds."""
 
     steps: int = 0
     broadcast_s: float = 0.0
-    shard_s: float = 0.0
-    wait_s: float = 0.0
+    shard_s: float = 0.0  # in its own shard, exchanges included
+    wait_s: float = 0.0  # for results
 
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """A step's results: this rank's own, or arrays that are being received."""
+    """The result of a step in flight."""
 
     result: StepResult
-    coming: list[dist.Work]
+    receives: list[dist.Work]  # that fill its arrays; none if this rank computed it
 
 
 class DistributedExecutor:
-    """Rank 0's side, an OverlappingExecutor. ``source`` is the rank that sends results (0: this one has them itself).
+    """Rank 0's side, an OverlappingExecutor. ``source`` is the rank that sends results (0: this rank has them itself).
 
     Sizes are those of the whole model: ``vocab_size`` columns of logits, ``feature_columns`` of features.
     ``stage_ranks``: all ranks with a part of the LLM; others only draft.
@@ -88,7 +87,7 @@ class DistributedExecutor:
         self._others = [rank for rank in stage_ranks if rank]
         self.spent = Spent()
         self._awaited: deque[_Awaited] = deque()
-        self._lost = ""  # why the other ranks cannot be asked any more
+        self._lost = ""  # why the other ranks can no longer be reached
         self._lock = threading.RLock()  # close may come from another thread than step
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
@@ -101,13 +100,13 @@ class DistributedExecutor:
         """Broadcast a step and run this rank's part. Raises EngineError for invalid sizes, and for a lost rank."""
         check_step(batch, self.max_rows, self.max_positions, self.vocab_size)
         began = time.perf_counter()
-        with self._talking():
-            self._tell(self._others, *encode_step(batch, want_logits, want_features))
+        with self._messaging():
+            self._send(self._others, *encode_step(batch, want_logits, want_features))
             sent = time.perf_counter()
             awaited = self._expect(batch, want_logits, want_features) if self.returns_early else None
-            own = self._shard.step(batch, want_logits=want_logits, want_features=want_features)
-            assert (own is None) == (awaited is not None)
-            self._awaited.append(awaited or _Awaited(own, []))  # type: ignore[arg-type]
+            result = self._shard.step(batch, want_logits=want_logits, want_features=want_features)
+            assert (result is None) == (awaited is not None)
+            self._awaited.append(awaited or _Awaited(result, []))  # type: ignore[arg-type]
         self.spent.steps += 1
         self.spent.broadcast_s += sent - began
         self.spent.shard_s += time.perf_counter() - sent
@@ -115,9 +114,9 @@ class DistributedExecutor:
     def finish(self) -> StepResult:
         """Results of the oldest step in flight. Raises EngineError when a rank is gone, or logits are not finite."""
         began = time.perf_counter()
-        with self._talking():
+        with self._messaging():
             awaited = self._awaited.popleft()
-            for work in awaited.coming:
+            for work in awaited.receives:
                 work.wait()
         self.spent.wait_s += time.perf_counter() - began
         check_finite(awaited.result.argmax_L)
@@ -128,64 +127,62 @@ class DistributedExecutor:
 
     def move_kv(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
         """Copy K/V slot by slot, in order, on every rank, at most ``max_rows`` a message. Raises EngineError."""
-        with self._talking():
+        with self._messaging():
             for first in range(0, len(src_slots), self.max_rows):
                 part = slice(first, first + self.max_rows)
-                self._tell(self._others, *encode_move(src_slots[part], dst_slots[part]))
+                self._send(self._others, *encode_move(src_slots[part], dst_slots[part]))
             self._shard.move_kv(src_slots, dst_slots)
 
-    def drafter(self, part: PartRecord, ranks: tuple[int, ...], own: ModelDrafter | None) -> RemoteDrafter:
+    def drafter(self, part: PartRecord, ranks: tuple[int, ...], local: ModelDrafter | None) -> RemoteDrafter:
         """The drafter of an SSM on other ranks. Implements drafters/base.py: DraftsElsewhere."""
-        posts = [_Post(self, rank) for rank in ranks if rank]
+        peers = [_DraftPeer(self, rank) for rank in ranks if rank]
         reads = bool(part.reads_features)
-        return RemoteDrafter(part.name, posts, own, reads_features=reads, clock=time.perf_counter)
+        return RemoteDrafter(part.name, peers, local, reads_features=reads, clock=time.perf_counter)
 
     def on_loss(self, report: Callable[[str], None]) -> None:
-        """Have ``report`` called, from any thread, with the reason when another rank is gone, between steps too."""
+        """Have ``report`` called, from any thread, with the reason when another rank is gone, also between steps."""
         self._seat.peers.on_loss(report)
 
     def close(self) -> None:
-        """Tell the other ranks to end, if they can still be reached, and drop this rank's shard. Idempotent."""
+        """Tell the other ranks to stop, if they can still be reached, and drop this rank's shard. Idempotent."""
         with self._lock:
             if not self._lost:
                 try:
                     while self._awaited:
                         self.finish()
-                    self._tell(range(1, self._seat.world), encode_stop(), np.empty(0, np.uint8))
+                    self._send(range(1, self._seat.world), encode_stop(), np.empty(0, np.uint8))
                     self._seat.commands.flush()
                     self._seat.close()
                 except (EngineError, RuntimeError):
-                    pass  # a rank that is gone needs no word
+                    pass  # a rank that is gone needs no message
                 self._lost = self._lost or "the executor was closed"
                 self._shard.close()
 
     def send_draft(self, rank: int, body: Bytes) -> None:
         """Tell a rank to draft. Raises EngineError."""
-        with self._talking():
-            self._tell([rank], encode_draft(DRAFT, body), body)
+        with self._messaging():
+            self._send([rank], encode_draft(DRAFT, body), body)
 
     def receive_trees(self, rank: int) -> Bytes:
         """The oldest answer of a rank that drafts. Raises EngineError."""
-        with self._talking():
+        with self._messaging():
             header = self._seat.receive(np.empty(HEADER_WORDS, np.int64), rank, ANSWERS)
             _, size = check_header(header, Room(0, 0))
             return self._seat.receive(np.empty(size, np.uint8), rank, ANSWERS)
 
     @contextmanager
-    def _talking(self) -> Iterator[None]:
-        """A rank that is gone, or a fault in between, ends everything: ranks no longer agree on the next message."""
+    def _messaging(self) -> Iterator[None]:
+        """Hold the lock. A lost rank or a fault inside is final: ranks no longer agree on the next message."""
         with self._lock:
             if self._lost:
-                raise EngineError(self._lost, f"{self._seat.world} ranks that answer", "start the server again")
+                raise EngineError(self._lost, f"{self._seat.world} ranks that answer", "restart the server")
             try:
                 yield
             except RuntimeError as error:  # torch.distributed's
                 self._lost = self._seat.peers.lost or rank_gone(error)
-                raise EngineError(
-                    self._lost, f"{self._seat.world} ranks that answer", "start the server again"
-                ) from None
+                raise EngineError(self._lost, f"{self._seat.world} ranks that answer", "restart the server") from None
 
-    def _tell(self, ranks: Iterable[int], header: Header, body: Bytes) -> None:
+    def _send(self, ranks: Iterable[int], header: Header, body: Bytes) -> None:
         kind, size = check_header(header, Room(self.max_rows, self.pages))
         assert size == body.nbytes, f"message {kind} of {body.nbytes} bytes, its header says {size}"
         for rank in ranks:
@@ -194,7 +191,7 @@ class DistributedExecutor:
                 self._seat.commands.send(torch.from_numpy(body), rank)
 
     def _expect(self, batch: StepBatch, want_logits: bool, want_features: bool) -> _Awaited:
-        """Begin to receive what the last stage will send, in the order of distributed/follow.py's ``_give``."""
+        """Begin to receive the last stage's results, in the order of distributed/follow.py's ``_send_result``."""
         result = StepResult.room_for(
             batch, self.vocab_size, self._feature_columns, want_logits=want_logits, want_features=want_features
         )
@@ -202,8 +199,8 @@ class DistributedExecutor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Post:
-    """The way to one rank that drafts (distributed/drafts.py: Post)."""
+class _DraftPeer:
+    """A connection to one rank that drafts (distributed/drafts.py: DraftPeer)."""
 
     executor: DistributedExecutor
     rank: int

@@ -1,4 +1,4 @@
-"""What every rank but the first does: run its part of each step, and draft, as rank 0 tells it."""
+"""What every rank but the first does: run its part of each step, and draft, as rank 0 requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flexspec.runtime.executors.step import StepBatch, StepResult
 class Follower:
     """A rank with a part of the LLM (``shard``), with SSMs (``host``), or with both.
 
-    ``gives``: it sends the step's results to rank 0; ``vocab_size`` and ``feature_columns`` are their sizes.
+    ``sends_results``: it sends each step's results to rank 0; ``vocab_size`` and ``feature_columns`` are their sizes.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class Follower:
         host: DraftHost | None,
         room: Room,
         *,
-        gives: bool,
+        sends_results: bool,
         vocab_size: int,
         feature_columns: int,
     ) -> None:
-        self._seat, self._shard, self._host, self._room, self._gives = seat, shard, host, room, gives
+        self._seat, self._shard, self._host, self._room, self._sends_results = seat, shard, host, room, sends_results
         self._vocab_size, self._feature_columns = vocab_size, feature_columns
 
     def run(self) -> None:
-        """Until rank 0 sends the end.
+        """Serve rank 0's messages until it sends STOP.
 
         Raises EngineError for an invalid message, RuntimeError (torch's own) when another rank is gone.
         """
@@ -66,7 +66,7 @@ class Follower:
                 self._draft(self._host, body)
             else:
                 raise EngineError(
-                    f"message {kind} to rank {self._seat.rank}", "one for what the rank holds",
+                    f"message {kind} to rank {self._seat.rank}", "one for a part that the rank has",
                     "protocol mismatch between ranks; please report it",
                 )  # fmt: skip
 
@@ -74,18 +74,18 @@ class Follower:
         message = decode_step(header, body)
         try:
             result = shard.step(message.batch, want_logits=message.want_logits, want_features=message.want_features)
-        except EngineError:  # logits that are not finite: the last to know is rank 0, which ends the engine
-            result = self._lost(message.batch, message.want_logits, message.want_features)
-        if self._gives and result is not None:
-            self._give(result)
+        except EngineError:  # logits that are not finite: rank 0 sees it in the result and ends the engine
+            result = self._failed(message.batch, message.want_logits, message.want_features)
+        if self._sends_results and result is not None:
+            self._send_result(result)
 
-    def _lost(self, batch: StepBatch, want_logits: bool, want_features: bool) -> StepResult:
-        """A result that rank 0 knows for a failure, of the sizes that it waits for."""
+    def _failed(self, batch: StepBatch, want_logits: bool, want_features: bool) -> StepResult:
+        """A result that rank 0 recognises as a failure, of the sizes that it expects."""
         return StepResult.room_for(
             batch, self._vocab_size, self._feature_columns, want_logits=want_logits, want_features=want_features
         )
 
-    def _give(self, result: StepResult) -> None:
+    def _send_result(self, result: StepResult) -> None:
         for array in result.arrays():
             self._seat.answer(np.ascontiguousarray(array), RESULTS)
 

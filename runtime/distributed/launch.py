@@ -1,7 +1,7 @@
-"""Starts all ranks of this machine once, by torchrun's own agent, and says how they ended. Policy is the caller's.
+"""Starts all ranks of this machine once, by torchrun's own agent, and reports how they ended; callers decide the rest.
 
-What differs from the ``torchrun`` command: a signal goes to rank 0 alone, which lets running answers finish and then
-tells the others; nothing is logged and no traceback printed; the exit code of each rank is kept.
+Differences from the ``torchrun`` command: a signal goes to rank 0 alone, which lets running answers finish and then
+stops the others; nothing is logged and no traceback printed; the exit code of each rank is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOGGER = "torch.distributed.elastic"
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's agent, asked ten times a second how the ranks are: the moment to hand signals on to rank 0."""
+    """torchrun's agent, which polls the ranks ten times a second, and then forwards signals to rank 0 too."""
 
     def __init__(self, spec: WorkerSpec, signals: list[int]) -> None:
         super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=os.devnull))  # else folders stay in /tmp
@@ -38,15 +38,15 @@ class _Agent(LocalElasticAgent):
 
 
 def run_ranks(module: str, arguments: Sequence[str], ranks: int, signals: list[int]) -> Mapping[int, int]:
-    """Run ``python -m module arguments`` as ``ranks`` processes to their end; the code of each rank that failed.
+    """Run ``python -m module arguments`` as ``ranks`` processes; returns the exit code of each rank that failed.
 
-    A negative code is a signal's. When one rank fails the others get SIGTERM, and SIGKILL after 30 s. Numbers that a
+    A negative code is a signal. When one rank fails the others get SIGTERM, and SIGKILL after 30 s. Numbers that a
     signal handler appends to ``signals`` meanwhile are sent to rank 0. Call it from the main thread.
     """
     quiet = not os.environ.get("FLEXSPEC_DEBUG")
     logging.getLogger(_LOGGER).propagate = not quiet
-    logging.getLogger(_LOGGER).addHandler(logging.NullHandler())  # without any, Python prints warnings by itself
-    # The agent would take over SIGTERM and SIGINT, and end with an exception; the one named here is left to it.
+    logging.getLogger(_LOGGER).addHandler(logging.NullHandler())  # without one, Python prints warnings itself
+    # The agent would take over SIGTERM and SIGINT, and end with an exception; it may have this one.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     meeting = RendezvousParameters(
         backend="c10d", endpoint="localhost:0", run_id=str(uuid4()), min_nodes=1, max_nodes=1, local_addr="127.0.0.1"

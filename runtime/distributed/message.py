@@ -1,8 +1,7 @@
-"""What rank 0 sends to its peers: a step, moved KV, a draft, the end. Sizes come first and are checked before reading.
+"""What rank 0 sends to its peers: a step, a KV move, a draft, a stop. Sizes come first and are checked before reading.
 
-A message is a header of eight int64 and, for all but the end, one run of bytes whose length follows from the sizes. A
-step holds its inputs and nothing about requests: its peers have no policy. What is in a draft is
-distributed/drafts.py's.
+A message is a header of eight int64 and, for all but the stop, one run of bytes whose length follows from the sizes. A
+step holds its inputs and nothing about requests: peers have no policy. distributed/drafts.py owns the body of a draft.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Header = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """A step as its receiver runs it."""
+    """A received step."""
 
     batch: StepBatch
     want_logits: bool
@@ -37,7 +36,7 @@ class StepMessage:
 
 
 def encode_step(batch: StepBatch, want_logits: bool, want_features: bool) -> tuple[Header, Bytes]:
-    """Header and body. The step reads no features: an LLM makes them."""
+    """Header and body. The step has no features: only SSMs read them."""
     assert batch.features_TE is None
     sizes = len(batch.ids_T), len(batch.contexts_R), batch.page_table_RB.shape[1], batch.ancestors_TW.shape[1]
     flags = _WANT_LOGITS * want_logits | _WANT_FEATURES * want_features
@@ -59,7 +58,7 @@ def encode_stop() -> Header:
 
 
 def encode_draft(kind: int, body: Bytes) -> Header:
-    """Of a DRAFT or its answer, TREES. Raises EngineError for one that is too long."""
+    """The header of a DRAFT or its answer, TREES. Raises EngineError for a body that is too long."""
     header = np.array([_MAGIC, kind, body.nbytes, 0, 0, 0, 0, 0], np.int64)
     check_header(header, Room(0, 0))
     return header
@@ -81,7 +80,7 @@ def check_header(header: Header, room: Room) -> tuple[int, int]:
         return kind, 0
     raise EngineError(
         f"a message with the header {header.tolist()}",
-        f"a step of at most {room.max_rows} rows and {room.pages} pages, a move, a draft, or the end",
+        f"a step of at most {room.max_rows} rows and {room.pages} pages, a move, a draft, or a stop",
         "protocol mismatch between ranks; please report it",
     )
 

@@ -1,8 +1,8 @@
-"""Processes that are ranks: which one this process is, and how to run a module as all ranks of this host.
+"""Processes that are ranks: which rank this process is, and how to run a module as all ranks of this host.
 
 ``flexspec serve`` starts its ranks through torchrun's agent instead (distributed/launch.py), which watches and restarts
-them for hours; those started here measure something and end. Both tell a rank its place by torchrun's variables, and
-:func:`this_rank` is the one reader of them. Imports no torch.
+them for hours; those started here measure something and end. Both set torchrun's variables, which only
+:func:`this_rank` reads. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flexspec.errors import CapacityError
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a process stands among the ranks."""
+    """A process's place among the ranks."""
 
     rank: int = 0
     ranks: int = 1
@@ -37,13 +37,13 @@ class RankPlace:
 
 
 def this_rank(environment: Mapping[str, str] = os.environ) -> RankPlace:
-    """The place of this process, as torchrun told it. Raises CapacityError for a variable that is no number."""
+    """The place of this process, as torchrun set it. Raises CapacityError for a variable that is not a number."""
 
     def number(name: str, default: int) -> int:
         try:
             return int(environment.get(name, default))
         except ValueError:
-            raise CapacityError(f"{name}={environment[name]!r}", "a number", "start it by torchrun") from None
+            raise CapacityError(f"{name}={environment[name]!r}", "a number", "start it with torchrun") from None
 
     return RankPlace(
         number("RANK", 0), number("WORLD_SIZE", 1), number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1),
@@ -52,7 +52,7 @@ def this_rank(environment: Mapping[str, str] = os.environ) -> RankPlace:
 
 
 def rank_environments(ranks: int) -> list[dict[str, str]]:
-    """The environment of each rank, to meet over loopback on a port that is free now; of one rank, just a process."""
+    """The environment of each rank, to connect over loopback on a port that is free now; one rank needs no port."""
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     if ranks > 1:
         with socket.socket() as free:
@@ -64,18 +64,18 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
 
 
 class RanksFailed(Exception):
-    """A rank ended with an error, or not in time. The text is the last line that each rank wrote to stderr."""
+    """A rank failed, or did not end in time. The text is the last line that each rank wrote to stderr."""
 
 
 class RankProcesses:
-    """The running ranks. Rank 0 takes lines on stdin; what ranks write to stdout is theirs to answer with."""
+    """The running ranks. Rank 0 takes lines on stdin; ranks answer on stdout."""
 
     def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
         self._processes = processes
         self._stderr: dict[int, str] = {}  # by process, of those that have ended
 
     def ask(self, line: str) -> str:
-        """Give rank 0 a line and return the line that it answers. Raises RanksFailed when it has ended."""
+        """Send rank 0 a line and return the line that it answers. Raises RanksFailed when it has ended."""
         leader = self._processes[0]
         assert leader.stdin is not None and leader.stdout is not None
         try:
@@ -89,7 +89,7 @@ class RankProcesses:
         return answer
 
     def finish(self, within_s: float) -> list[str]:
-        """End rank 0's input, wait for all ranks, and return what each wrote to stdout and nobody read.
+        """Close rank 0's input, wait for all ranks, and return what each wrote to stdout and was not read yet.
 
         Raises RanksFailed when a rank fails, or is not done ``within_s`` seconds from now.
         """
@@ -99,14 +99,14 @@ class RankProcesses:
             try:
                 output, self._stderr[process.pid] = process.communicate(timeout=max(0.0, ends_at - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise self._failure(f"no end within {within_s:g} s") from None
+                raise self._failure(f"not finished within {within_s:g} s") from None
             outputs.append(output)
         if any(process.returncode for process in self._processes):
             raise self._failure()
         return outputs
 
     def _failure(self, *reasons: str) -> RanksFailed:
-        """End all ranks and say why they failed."""
+        """Kill all ranks and say why they failed."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -114,13 +114,13 @@ class RankProcesses:
                 self._stderr[process.pid] = process.communicate()[1]
         failed_first = sorted(self._processes, key=lambda process: process.returncode <= 0)
         last_lines = [line for process in failed_first for line in self._stderr[process.pid].strip().splitlines()[-1:]]
-        lines = dict.fromkeys([*reasons, *last_lines])  # ranks that lack the same thing say the same
-        return RanksFailed("; ".join(lines) or "a rank ended without a word")
+        lines = dict.fromkeys([*reasons, *last_lines])  # ranks that fail alike write the same line
+        return RanksFailed("; ".join(lines) or "a rank ended without a message")
 
 
 @contextmanager
 def start_ranks(module: str, arguments: Sequence[str], ranks: int) -> Iterator[RankProcesses]:
-    """``python -m module arguments`` as ``ranks`` processes of this host, gone at the end whatever happens."""
+    """``python -m module arguments`` as ``ranks`` processes of this host, killed at the end in any case."""
     command = [sys.executable, "-m", module, *arguments]
     pipe = subprocess.PIPE
     processes: list[subprocess.Popen[str]] = []

@@ -26,7 +26,7 @@ class Shard(Protocol):
     """One rank's part of each step."""
 
     def join(self, seat: Seat) -> None:
-        """Meet the other ranks there from now on; comes before any step."""
+        """Exchange with the other ranks through it from now on; comes before any step."""
         ...
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool) -> StepResult | None:
@@ -101,7 +101,7 @@ class TritonShard:
         return self._executor.run(batch, want_logits=want_logits, want_features=want_features)
 
     def _exchange(self, node: Node, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What a rank only receives comes with a row counter as operand, which is not to be given."""
+        """Where a rank only receives, the operand is an integer that counts rows, and is not sent."""
         operand = operands[0] if operands[0].is_floating_point() else None
         dtype = TORCH_DTYPES[node.outputs[0].type.dtype]
         return self._seat.exchange(node, operand, dtype, self._executor.device)

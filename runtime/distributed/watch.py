@@ -1,11 +1,10 @@
 """Notices ranks that vanish without closing their connections: a host that loses power, a cable that is pulled.
 
 gloo learns of a dead process from its closed connections, and of a vanished host not at all. So each rank holds one
-more connection to rank 0, on which nothing is sent: the kernels at both ends ask one another once a second whether they
-are there (TCP keep-alive), and three seconds without an answer end it. A process that is merely busy, stopped or
-swapping does not matter to that; one that is alive and hangs is left to the time limit of a step. When a connection
-ends, all others of this process to ranks are shut down, which raises in whoever waits for one, as if its other end had
-died.
+more connection to rank 0, on which nothing is sent: the kernels at both ends probe each other once a second (TCP
+keep-alive), and close it after three seconds without an answer. A process that is merely busy, stopped or swapping
+still answers; one that is alive and hangs is left to the time limit of a step. When a connection ends, all of this
+process's other connections to ranks are shut down, so that whoever waits on one gets an error, as if the peer had died.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from flexspec.host.exits import GONE
 
 SILENT_S = 3
 _JOIN_S = 60.0
-_STRANGER_S = 5.0  # for whoever connects and does not say the key
+_KEY_S = 5.0  # within which a new connection must send the key
 _KEY_BYTES = 16
 _BYE = b"."  # before an orderly end, by either side
 
@@ -50,8 +49,8 @@ class PeerWatch:
             for peer in self._peers.values():
                 _keep_alive(peer)
         except OSError as error:
-            raise RuntimeError(f"ranks do not reach rank 0 at {os.environ['MASTER_ADDR']}: {error}") from None
-        self._thread = threading.Thread(target=self._watch, name="flexspec-watch", daemon=True)
+            raise RuntimeError(f"ranks cannot reach rank 0 at {os.environ['MASTER_ADDR']}: {error}") from None
+        self._thread = threading.Thread(target=self._wait_for_loss, name="flexspec-watch", daemon=True)
         self._thread.start()
 
     def on_loss(self, report: Callable[[str], None]) -> None:
@@ -61,7 +60,7 @@ class PeerWatch:
             report(self.lost)
 
     def close(self) -> None:
-        """Say that this rank ends as it should. Idempotent."""
+        """Announce an orderly end. Idempotent."""
         self._closing = True
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
@@ -72,7 +71,7 @@ class PeerWatch:
         for peer in self._peers.values():
             peer.close()
 
-    def _watch(self) -> None:
+    def _wait_for_loss(self) -> None:
         with selectors.DefaultSelector() as selector:
             for rank, peer in self._peers.items():
                 selector.register(peer, selectors.EVENT_READ, rank)
@@ -96,7 +95,7 @@ class PeerWatch:
 
 
 def _end_of(peer: socket.socket) -> str:
-    """Why a connection ended on which nothing is said but the last word; empty after that."""
+    """Why a connection ended; empty after an orderly end."""
     try:
         return "" if peer.recv(1) == _BYE else "is gone"
     except ConnectionResetError:
@@ -124,13 +123,13 @@ def _accept(world: int, group: dist.ProcessGroup) -> Mapping[int, socket.socket]
         while len(peers) < world - 1:
             listener.settimeout(max(0.001, give_up - time.monotonic()))
             peer, _ = listener.accept()
-            peer.settimeout(_STRANGER_S)
-            said = _read(peer, _KEY_BYTES + 4)
-            if said[:_KEY_BYTES] == key:
+            peer.settimeout(_KEY_S)
+            hello = _read(peer, _KEY_BYTES + 4)
+            if hello[:_KEY_BYTES] == key:
                 peer.settimeout(None)
-                peers[int.from_bytes(said[_KEY_BYTES:])] = peer
+                peers[int.from_bytes(hello[_KEY_BYTES:])] = peer
             else:
-                peer.close()  # not one of us
+                peer.close()  # not a rank of this plan
     return peers
 
 
@@ -145,7 +144,7 @@ def _connect(rank: int, group: dist.ProcessGroup) -> socket.socket:
 
 
 def _listen() -> socket.socket:
-    """On the address by which the others know rank 0's host; on all where that is not one of its own (NAT)."""
+    """On the address by which the others know rank 0's host; on all addresses if the host does not have it (NAT)."""
     with contextlib.suppress(OSError):
         address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[4][:2], family=address[0])
@@ -153,17 +152,17 @@ def _listen() -> socket.socket:
 
 
 def _read(peer: socket.socket, size: int) -> bytes:
-    """Up to ``size`` bytes: fewer if that is all that comes."""
-    said = b""
+    """``size`` bytes, or fewer if the connection ends."""
+    data = b""
     with contextlib.suppress(OSError):
-        while len(said) < size and (more := peer.recv(size - len(said))):
-            said += more
-    return said
+        while len(data) < size and (more := peer.recv(size - len(data))):
+            data += more
+    return data
 
 
 def _connections() -> Mapping[int, int]:
-    """Connections over IP that this process holds now: descriptor to inode, by which it is known later."""
-    found = {}
+    """IP connections that this process has now: descriptor to inode, which identifies a connection later."""
+    connections = {}
     folder = Path("/proc/self/fd") if Path("/proc/self/fd").is_dir() else Path("/dev/fd")
     for name in os.listdir(folder):
         with contextlib.suppress(OSError):  # no longer open, or not connected
@@ -171,5 +170,5 @@ def _connections() -> Mapping[int, int]:
             if int(name) > 2 and stat.S_ISSOCK(status.st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername():
-                        found[int(name)] = status.st_ino
-    return found
+                        connections[int(name)] = status.st_ino
+    return connections

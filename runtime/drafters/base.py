@@ -1,6 +1,6 @@
 """What a drafter is: tokens in, token trees out, one private state per request.
 
-Owns the protocol between the engine and everything that guesses. A draft may be wrong but never harmful: drafters share
+Owns the protocol between the engine and its drafters. A draft may be wrong but never harmful: drafters share
 nothing with the LLM's state, draw no noise the verifier uses, and do not raise for what a request contains.
 """
 
@@ -22,11 +22,11 @@ from flexspec.tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """What one request asks of the drafters in a round."""
+    """One request's draft of a round."""
 
     request_id: int
     last_token: int  # the root of the tree
-    max_nodes: int  # drafted nodes: the root is not among them
+    max_nodes: int  # drafted nodes, without the root
     max_depth: int
     params: SamplingParams
 
@@ -34,10 +34,10 @@ class DraftRequest:
 class Drafter(Protocol):
     """Proposes token trees for a batch of requests.
 
-    The engine calls, per request and in this order: ``begin`` once, ``observe_prompt`` for each prefilled piece of the
-    prompt (only if ``reads_features``), then ``observe`` after every commit (the first one is the token that prefill
-    gave) and ``propose`` before every verify, and ``end`` when the request finishes, is cancelled or is pushed out.
-    Unknown ids are fine everywhere: a request that was never begun gets a root-only tree.
+    The engine calls, per request and in this order: ``begin`` once, ``observe_prompt`` for each prefilled chunk of the
+    prompt (only if ``reads_features``), then ``observe`` after every commit (the first one is the token from prefill)
+    and ``propose`` before every verify, and ``end`` when the request finishes or is cancelled. Unknown ids are allowed
+    everywhere: a request that was never begun gets a root-only tree.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Drafter(Protocol):
     def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None: ...
 
     def observe_prompt(self, request_id: int, start: int, features_KE: NDArray[np.float32] | None) -> None:
-        """LLM features of prompt rows ``start .. start + K - 1``; the last row's come with the first commit too."""
+        """LLM features of prompt rows ``start .. start + K - 1``; the first commit repeats those of the last row."""
         ...
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
@@ -62,30 +62,30 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class ModelDrafter(Drafter, Protocol):
-    """A drafter that runs a model: each step of it costs a few percent of a round.
+    """A drafter that runs a model, each step of which costs a few percent of a round.
 
-    While ``worth`` is set it asks for every level behind the first whether its step pays, and books what its steps
-    took; whether the first pays is the caller's to ask.
+    With ``worth`` set it asks before every level but the first whether the step pays, and records the time of its
+    steps; the caller asks for the first.
     """
 
     worth: StepWorth | None
 
     def use(self, plan: DraftPlan) -> None:
-        """The shape and sampling of the trees from now on. Raises CapacityError for what the SSM cannot run."""
+        """Set the shape and sampling of later trees. Raises CapacityError for trees that the SSM cannot run."""
         ...
 
 
 @runtime_checkable
 class DistantDrafter(ModelDrafter, Protocol):
-    """A model drafter that is at work elsewhere between ``start`` and ``finish``; drafts come in the order asked for.
+    """A model drafter that runs on other ranks between ``start`` and ``finish``; drafts finish in the order started.
 
-    Its ``worth`` is asked before the whole draft, as if all levels were the first.
+    Its ``worth`` is asked once for the whole draft, as if all levels were the first.
     """
 
     def start(self, requests: Sequence[DraftRequest]) -> None: ...
 
     def finish(self) -> list[TokenTree]:
-        """The trees of the oldest draft that was started and not finished."""
+        """The trees of the oldest draft that has started and not finished."""
         ...
 
 
@@ -93,6 +93,6 @@ class DistantDrafter(ModelDrafter, Protocol):
 class DraftsElsewhere(Protocol):
     """An LLM's executor whose other ranks can draft too."""
 
-    def drafter(self, part: PartRecord, ranks: tuple[int, ...], own: ModelDrafter | None) -> DistantDrafter:
-        """The drafter of an SSM that lives on ``ranks``; ``own``: this process's, if it is one of them."""
+    def drafter(self, part: PartRecord, ranks: tuple[int, ...], local: ModelDrafter | None) -> DistantDrafter:
+        """The drafter of an SSM on ``ranks``; ``local``: the one of this process, if it is one of them."""
         ...

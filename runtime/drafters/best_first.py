@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from flexspec.tree import TokenTree
 
-StateT = TypeVar("StateT")  # what a drafter needs to know in order to go on behind a node
+StateT = TypeVar("StateT")  # what a drafter needs to continue after a node
 SuccessorT = TypeVar("SuccessorT", bound=tuple[Any, ...])  # (token, its chance given the node before, ...)
 
 
@@ -27,8 +27,8 @@ def grow_best_first(
 ) -> TokenTree:
     """The ``max_nodes`` most likely nodes by path probability, parents first, none deeper than ``max_depth``.
 
-    ``state`` and ``successors`` are the root's; ``expand`` gives those behind a successor of a node with a state.
-    Successors come with falling chances. Equal paths go by the parent's index, then by rank.
+    ``state`` and ``successors`` are the root's; ``expand(state, successor)`` gives those of a child. Successors are in
+    falling order of their chances. Ties between paths go by the parent's index, then by rank.
     """
     tokens, parents, scores = [root], [-1], [1.0]
     states, paths, depths = [state], [1.0], [0]
@@ -36,7 +36,7 @@ def grow_best_first(
     newest = (-successors[0][1], 0, 0, successors) if successors and max_depth > 0 else None  # not in the heap yet
     while len(tokens) <= max_nodes:
         if newest is not None:
-            path, parent, rank, siblings = heappushpop(heap, newest)  # at once where a chain goes on
+            path, parent, rank, siblings = heappushpop(heap, newest)  # cheap where a chain continues
         elif heap:
             path, parent, rank, siblings = heappop(heap)
         else:
@@ -56,5 +56,5 @@ def grow_best_first(
         if depth < max_depth and node < max_nodes:
             state, children = expand(states[parent], successor)
             newest = (path * children[0][1], node, 0, children) if children else None
-        states.append(state)  # read only behind nodes that were expanded
+        states.append(state)  # read only for nodes that were expanded
     return TokenTree(tuple(tokens), tuple(parents), ("root",) + (source,) * (len(tokens) - 1), tuple(scores))

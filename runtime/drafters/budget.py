@@ -1,7 +1,7 @@
 """How many nodes are worth verifying, and when to stop speculating altogether.
 
-Owns the choice of a round's node count from survival chances and step costs, and the watcher that switches speculation
-off when it does not pay and tries again later. Costs are relative: 1.0 is a step with one row a request.
+Owns the choice of a round's node count from survival chances and step costs, and the switch that turns speculation
+off when it does not pay and tries again later. Costs are relative: 1.0 is a step with one row per request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepCost:
         return cls(tuple(rows for rows, _ in rising), tuple(cost / unit for _, cost in rising))
 
     def __call__(self, rows: int) -> float:
-        """Cost of ``rows``; beyond the last point the last slope goes on, at least in proportion to one row's share."""
+        """Cost of ``rows``; beyond the last point it is proportional to the rows."""
         at = bisect_left(self.rows, rows)
         if at == 0:
             return self.costs[0]
@@ -44,10 +44,10 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Drafted nodes each request may verify; ``tokens_per_cost`` is what the round is expected to give for them."""
+    """How much of the drafts a round verifies."""
 
-    nodes: tuple[int, ...]
-    tokens_per_cost: float
+    nodes: tuple[int, ...]  # drafted nodes, by request
+    tokens_per_cost: float  # expected of the round
 
 
 def choose_budget(survival: Sequence[Sequence[float]], step_cost: StepCost, draft_cost: float = 0.0) -> Budget:
@@ -55,7 +55,7 @@ def choose_budget(survival: Sequence[Sequence[float]], step_cost: StepCost, draf
 
     ``survival[r]`` are request r's drafted nodes, best first; each node adds its survival to the expectation and a row
     to the step, so the best n nodes of the whole step are the n most promising ones wherever they are. ``draft_cost``
-    is the round's drafting in units of ``step_cost``: it is spent whatever is verified. All zeros when no draft pays.
+    is the round's drafting in units of ``step_cost``, spent whatever is verified. All zeros when no draft pays.
     """
     requests = len(survival)
     ranked = sorted([(-chance, r, i) for r, chances in enumerate(survival) for i, chance in enumerate(chances)])
@@ -80,11 +80,11 @@ MAX_RETRY_ROUNDS = 64_000
 _PLAIN_SMOOTHING = 0.05  # weight of a new plain step in the baseline
 
 
-class SpeculationWatch:
+class SpeculationSwitch:
     """Turns speculation off when pooled rounds commit too little or take longer than plain decoding would.
 
     Feed it every step; read ``enabled`` before drafting. Plain step times are learned per number of requests from
-    ``record_plain``; without any for a batch size, only the token count can condemn it.
+    ``record_plain``; without any for a batch size, only the token count can turn it off.
     """
 
     def __init__(self) -> None:

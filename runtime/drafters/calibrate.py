@@ -1,7 +1,7 @@
 """What a drafter's claims are worth, learned from what the verifier accepted.
 
 Owns the acceptance counts per source, depth and claimed score. It reads outcomes and writes nothing back into trees: a
-tree keeps its claimed scores, so that the next outcome is booked under the claim it was made with.
+tree keeps its claimed scores, so that an outcome is counted under the claim that was made.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Calibration:
         return claim if cell is None else (cell[0] + PRIOR_TRIALS * claim) / (cell[1] + PRIOR_TRIALS)
 
     def update(self, tree: TokenTree, accepted_nodes: Collection[int]) -> None:
-        """Book one verify: only children of the root and of accepted nodes were put to the test."""
+        """Count one verify pass: only children of the root and of accepted nodes were tested."""
         accepted = set(accepted_nodes) | {0}
         for i in range(1, len(tree)):
             if tree.parents[i] not in accepted:

@@ -1,4 +1,4 @@
-"""The growth of an SSM's token tree, level by level, with the rows that must be fed again.
+"""The growth of an SSM's token tree, level by level, and the rows that must be fed again.
 
 The tree's shape is draft_plan.py's ``Expansion``.
 """
@@ -20,7 +20,7 @@ class Growth:
 
     An executor's ancestor bits reach only rows of the same step, so a level's step feeds the earlier branching rows
     again, at the same slots. The unbranched ``stem`` below the root needs no bits: its rows, once fed, count as
-    context. ``features`` holds what the SSM put out at a fed node: the features input of its children.
+    context.
     """
 
     __slots__ = (
@@ -42,10 +42,10 @@ class Growth:
         self.tokens, self.parents, self.scores = [root_token], [-1], [1.0]
         self.survival, self.depths = [1.0], [0]
         self.laws: dict[int, NDArray[np.float64]] = {}
-        self.features: dict[int, NDArray[np.float32]] = {}
+        self.features: dict[int, NDArray[np.float32]] = {}  # the SSM's output at a fed node: the input of its children
         self.best: list[float] = []  # heap of the highest survivals, for add_promising
         self.level: list[int] = []  # nodes of the newest level
-        self.rows: list[int] = []  # fed nodes behind the stem, in slot order
+        self.rows: list[int] = []  # fed nodes after the stem, in slot order
         self.stem = 0
         self.source = source
 
@@ -87,12 +87,12 @@ class Growth:
         return chosen
 
     def feed(self, chosen: Sequence[int]) -> list[int]:
-        """The nodes whose rows the step for ``chosen`` must hold, in slot order behind the stem; ``chosen`` last."""
+        """The nodes whose rows the step for ``chosen`` must hold, in slot order after the stem; ``chosen`` last."""
         self.rows.extend(chosen)
         return list(self.rows)
 
     def settle(self) -> None:
-        """After the step: a lone row of an unbranched tree becomes part of the stem."""
+        """After the step: the single row of an unbranched tree becomes part of the stem."""
         if len(self.rows) == 1:
             self.rows.clear()
             self.stem += 1

@@ -21,16 +21,16 @@ from flexspec.runtime.executors.step import Executor
 
 @dataclass(frozen=True, slots=True)
 class DrafterInputs:
-    """What a drafter is made of."""
+    """What a drafter is made from."""
 
     source: str  # its name in draft plans: "suffix", "ssm2"
-    plans: tuple[DraftPlan, ...]  # those that draft with it, at least one
+    plans: tuple[DraftPlan, ...]  # that draft with it, at least one
     vocab_size: int  # of the LLM
     table: Mapping[str, NDArray[Any]] | None = None  # checked; for a drafter whose record has a table
     ssm: tuple[PartRecord, Executor] | None = None  # for a drafter that runs an SSM
 
 
 def make_drafter(record: DrafterRecord, inputs: DrafterInputs) -> Drafter:
-    """The drafter of a record. Raises what its file says: CapacityError for trees that its model cannot run."""
+    """The drafter of a record. Raises CapacityError for trees that its model cannot run."""
     make: Callable[[DrafterInputs], Drafter] = importlib.import_module(f"flexspec.runtime.drafters.{record.name}").make
     return make(inputs)

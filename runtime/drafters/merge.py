@@ -1,6 +1,6 @@
-"""Trees of several drafters become one: trie union, then the most promising part of it.
+"""Merges the trees of several drafters: trie union, then the most promising part of it.
 
-Owns the union, path survival and the cut; which scores to believe is runtime/drafters/calibrate.py's. SpecInfer's merge
+Owns the union, path survival and the cut; calibrate.py decides which scores to believe. SpecInfer's merge
 (arXiv 2305.09781, definition 3.2): the token sequences of the result are exactly the union of the inputs' sequences.
 """
 
@@ -18,7 +18,7 @@ def merge_trees(trees: Sequence[TokenTree]) -> TokenTree:
 
     A node proposed by several sources scores 1 - prod(1 - score), capped, and names them all ("suffix+ngram", in the
     order of ``trees``). Nodes keep the order in which they first appear, so parents come before children. A single
-    tree passes unchanged, laws included; several with laws are a bug of ours (acceptance would not be exact).
+    tree passes unchanged, laws included; several with laws are our own bug (acceptance would not be exact).
     """
     if len(trees) == 1:
         return trees[0]
@@ -85,11 +85,11 @@ def best_chain(tree: TokenTree, survival: Sequence[float], max_depth: int) -> li
     return chain
 
 
-def take_nodes(tree: TokenTree, kept: Sequence[int]) -> TokenTree:
-    """The tree of the root and ``kept`` (closed under ancestors), in the tree's own order."""
-    if len(kept) == len(tree) - 1:
+def take_nodes(tree: TokenTree, drafted: Sequence[int]) -> TokenTree:
+    """The tree of the root and the nodes ``drafted`` (closed under ancestors), in the tree's own order."""
+    if len(drafted) == len(tree) - 1:
         return tree
-    nodes = [0, *sorted(kept)]
+    nodes = [0, *sorted(drafted)]
     place = {node: i for i, node in enumerate(nodes)}
     return TokenTree(
         tuple([tree.tokens[i] for i in nodes]),

@@ -1,8 +1,7 @@
-"""Drafts from a back-off n-gram table of the LLM's own text: no network, microseconds a tree.
+"""Drafts from a back-off n-gram table of the LLM's own text: no network, microseconds per tree.
 
-Owns the lookup; compiler/artifact/ngram_table.py owns the table. Lookups bisect
-memory-mapped arrays through memoryviews, which is several times cheaper than numpy for one value; what was looked up is
-cached per context.
+Owns the lookup; flexspec/drafters/ngram.py owns the table. Lookups bisect memory-mapped arrays through memoryviews,
+which is several times cheaper than numpy for one value; results are cached per context.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _PROBABILITY = tuple(exp(-PROB_STEP * code) for code in range(256))
 Successors = tuple[tuple[int, float], ...]  # (token, probability), most likely first
 
 
-class _Level:
-    """The arrays of one context length as memoryviews of Python numbers."""
+class _Order:
+    """The arrays of one n-gram order (context length) as memoryviews of Python numbers."""
 
     __slots__ = ("backoff", "keys", "probs", "starts", "tokens")
 
@@ -43,7 +42,7 @@ class NgramModel:
     def __init__(self, arrays: Arrays) -> None:
         check_table(arrays, "n-gram table")
         self.reach = int(arrays["meta"][1]) - 1
-        self._levels = [_Level(arrays, n) for n in range(self.reach + 1)]
+        self._orders = [_Order(arrays, n) for n in range(self.reach + 1)]
         self._cache: dict[tuple[int, ...], Successors] = {}
 
     def successors(self, context: tuple[int, ...]) -> Successors:
@@ -57,32 +56,32 @@ class NgramModel:
         return successors
 
     def _look_up(self, context: tuple[int, ...]) -> Successors:
-        level = self._levels[len(context)]
+        order = self._orders[len(context)]
         state = 0
         for token in reversed(context):
             state = extend_hash(state, token)
         key = state >> 32
-        at = bisect_left(level.keys, key)
+        at = bisect_left(order.keys, key)
         shorter = self.successors(context[1:]) if context else ()
-        if at == len(level.keys) or level.keys[at] != key:
+        if at == len(order.keys) or order.keys[at] != key:
             return shorter
-        start, stop = level.starts[at], level.starts[at + 1]
+        start, stop = order.starts[at], order.starts[at + 1]
         probability = _PROBABILITY
-        mass = probability[level.backoff[at]]
+        mass = probability[order.backoff[at]]
         merged = {token: mass * chance for token, chance in shorter}
-        for token, code in zip(level.tokens[start:stop], level.probs[start:stop], strict=True):
+        for token, code in zip(order.tokens[start:stop], order.probs[start:stop], strict=True):
             merged[token] = merged.get(token, 0.0) + probability[code]
         ranked = sorted([(-chance, token) for token, chance in merged.items()])[:SUCCESSORS]
         return tuple([(token, -negative) for negative, token in ranked])
 
 
 def expand_ngrams(model: NgramModel, context: tuple[int, ...], root: int, max_nodes: int, max_depth: int) -> TokenTree:
-    """The ``max_nodes`` most likely nodes behind ``context``, whose last token is ``root``."""
+    """The ``max_nodes`` most likely nodes after ``context``, whose last token is ``root``."""
     reach = model.reach
 
-    def expand(before: tuple[int, ...], successor: tuple[int, float]) -> tuple[tuple[int, ...], Successors]:
-        behind = (*before, successor[0])[-reach:]
-        return behind, model.successors(behind)
+    def expand(context: tuple[int, ...], successor: tuple[int, float]) -> tuple[tuple[int, ...], Successors]:
+        extended = (*context, successor[0])[-reach:]
+        return extended, model.successors(extended)
 
     return grow_best_first("ngram", root, context, model.successors(context), expand, max_nodes, max_depth)
 

@@ -1,4 +1,4 @@
-"""All drafters of a plan behind one: draft with each, merge, calibrate, and keep what the plan and the costs allow.
+"""All drafters of a plan as one: draft with each, merge, calibrate, and keep what the plan and the costs allow.
 
 Owns the order of these steps and nothing else. The engine drives it like any drafter, in two halves where SSMs draft on
 other ranks, and reports each verify through ``record``.
@@ -21,36 +21,36 @@ from flexspec.runtime.drafters.merge import best_chain, merge_trees, most_promis
 from flexspec.runtime.drafters.worth import StepWorth
 from flexspec.tree import TokenTree
 
-_HEADROOM = 1.5  # asked over usual: a source that could give more shows it, and the usual count grows
+_HEADROOM = 1.5  # requested over usual nodes: a source that has more can show it, and the usual count grows
 _SPARE_NODES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """What a plan drafts with: cheap sources, SSMs of this process, SSMs elsewhere; and the most it may draft."""
+    """What a plan drafts with."""
 
-    cheap: list[Drafter]
-    local: list[ModelDrafter]
-    distant: list[DistantDrafter]
-    limits: WorstCase
+    model_free: list[Drafter]
+    local: list[ModelDrafter]  # SSMs of this process
+    distant: list[DistantDrafter]  # SSMs on other ranks
+    limits: WorstCase  # the most it may draft
 
     @classmethod
     def of(cls, plan: DraftPlan, drafters: Sequence[Drafter]) -> _Sources:
         models = [drafter for drafter in drafters if isinstance(drafter, ModelDrafter)]
         distant = [model for model in models if isinstance(model, DistantDrafter)]
-        cheap = [drafter for drafter in drafters if not isinstance(drafter, ModelDrafter)]
-        return cls(cheap, [model for model in models if model not in distant], distant, worst_case(plan))
+        model_free = [drafter for drafter in drafters if not isinstance(drafter, ModelDrafter)]
+        return cls(model_free, [model for model in models if model not in distant], distant, worst_case(plan))
 
 
 @dataclass(slots=True)
 class Draft:
-    """A draft under way: what was asked, what the sources of this process gave so far, and who else is at work."""
+    """A draft in progress."""
 
     plan: DraftPlan
     sources: _Sources
     requests: list[DraftRequest]  # limited to the plan
-    merged: list[TokenTree] | None = None
-    elsewhere: list[DistantDrafter] = field(default_factory=list)
+    merged: list[TokenTree] | None = None  # from the sources that have finished
+    running: list[DistantDrafter] = field(default_factory=list)  # on other ranks
 
 
 class PlannedDrafter:
@@ -58,9 +58,9 @@ class PlannedDrafter:
 
     ``step_cost`` is the LLM's measured cost by rows; without it method "budget" always takes ``max_nodes``.
     ``draft_cost`` is the measured cost of a round's drafting in the same unit, see ``record_cost``.
-    Where costs keep trees small, the sources are asked for little more than what was last verified: drafting for many
-    requests at once then costs in proportion to what it gives. With method "budget" and measured costs each step of an
-    SSM runs only where it is worth its time (worth.py).
+    Where costs keep trees small, the sources are asked for little more than was last verified: the cost of drafting for
+    many requests at once is then in proportion to its gain. With method "budget" and measured costs each step of an SSM
+    runs only where it is worth its time (worth.py).
     """
 
     name = "planned"
@@ -76,7 +76,7 @@ class PlannedDrafter:
         self.step_cost = step_cost
         self.draft_cost = 0.0
         self.limits, self.drafts = ladder.worst, ladder.drafts
-        self._usual_nodes = float(self.limits.max_nodes)  # verified nodes a request, smoothed
+        self._usual_nodes = float(self.limits.max_nodes)  # verified nodes per request, smoothed
         self._drafters = [by_name[source] for source in ladder.sources]
         self._sources = {
             plan: _Sources.of(plan, [by_name[source] for source in plan.sources if plan.method != "off"])
@@ -85,9 +85,8 @@ class PlannedDrafter:
         self.reads_features = any(drafter.reads_features for drafter in self._drafters)
         self._clock = clock
         self.models = [drafter for drafter in self._drafters if isinstance(drafter, ModelDrafter)]
-        self._rounds: dict[
-            tuple[int, ...], tuple[float, int]
-        ] = {}  # requests -> start of their last round, tokens then
+        # requests -> start of their last round, tokens committed by then
+        self._rounds: dict[tuple[int, ...], tuple[float, int]] = {}
         self._tokens = 0  # committed so far
 
     def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
@@ -116,23 +115,23 @@ class PlannedDrafter:
                 model.worth.accepted(tree, accepted_nodes)
 
     def record_cost(self, cost: float) -> None:
-        """What drafting for one round cost, in LLM steps of one row."""
+        """The cost of one round's drafting, in LLM steps of one row."""
         self.draft_cost += SMOOTHING * (cost - self.draft_cost)
 
     def propose(self, requests: Sequence[DraftRequest], batch: int | None = None) -> list[TokenTree]:
         return self.finish(self.start(requests, batch))
 
     def start(self, requests: Sequence[DraftRequest], batch: int | None = None) -> Draft:
-        """Begin a draft: SSMs on other ranks set out, the cheap sources are done. ``batch``: requests in all."""
+        """Begin a draft: run the model-free sources, start SSMs on other ranks. ``batch``: all running requests."""
         plan = self.ladder.for_batch(len(requests) if batch is None else batch)
         sources = self._sources[plan]
         if plan.method == "off" or not requests:
             return Draft(plan, sources, list(requests))
         self._begin_round(plan, requests)
         draft = Draft(plan, sources, [self._limit(sources.limits, request) for request in requests])
-        draft.merged = self._merge([drafter.propose(draft.requests) for drafter in sources.cheap]) or None
-        draft.elsewhere = [model for model in sources.distant if self._pays(model, draft)]
-        for model in draft.elsewhere:
+        draft.merged = self._merge([drafter.propose(draft.requests) for drafter in sources.model_free]) or None
+        draft.running = [model for model in sources.distant if self._pays(model, draft)]
+        for model in draft.running:
             model.use(plan)
             model.start(draft.requests)
         return draft
@@ -146,20 +145,20 @@ class PlannedDrafter:
             if self._pays(model, draft):
                 model.use(plan)
                 self._add(draft, model.propose(requests))
-        for distant in draft.elsewhere:
+        for distant in draft.running:
             self._add(draft, distant.finish())
         merged = draft.merged or [TokenTree.root_only(request.last_token) for request in requests]
         survival = [path_survival(tree, self.calibration.scores(tree)) for tree in merged]
-        kept = [self._keep(plan, *item) for item in zip(requests, merged, survival, strict=True)]
+        selected = [self._select(plan, *item) for item in zip(requests, merged, survival, strict=True)]
         if plan.method == "budget" and self.step_cost is not None:
-            chances = [[chance[i] for i in nodes] for chance, nodes in zip(survival, kept, strict=True)]
+            chances = [[chance[i] for i in nodes] for chance, nodes in zip(survival, selected, strict=True)]
             budget = choose_budget(chances, self.step_cost, self.draft_cost)
-            kept = [nodes[:count] for nodes, count in zip(kept, budget.nodes, strict=True)]
+            selected = [nodes[:count] for nodes, count in zip(selected, budget.nodes, strict=True)]
             self._usual_nodes += SMOOTHING * (max(budget.nodes) - self._usual_nodes)
-        return [take_nodes(tree, nodes) for tree, nodes in zip(merged, kept, strict=True)]
+        return [take_nodes(tree, nodes) for tree, nodes in zip(merged, selected, strict=True)]
 
     def _pays(self, model: ModelDrafter, draft: Draft) -> bool:
-        """Whether to run a model at all: always where there is nothing else, else where its first level pays."""
+        """Whether to run a model at all: always if nothing else drafts, else if its first level pays."""
         if draft.merged is None or model.worth is None:
             return True
         return model.worth.ask(0, sum(self._miss(tree) for tree in draft.merged))
@@ -168,7 +167,7 @@ class PlannedDrafter:
         draft.merged = self._merge([draft.merged, trees]) if draft.merged else list(trees)
 
     def _begin_round(self, plan: DraftPlan, requests: Sequence[DraftRequest]) -> None:
-        """Close the books of these requests' round before: what it took, and all tokens committed meanwhile."""
+        """Close these requests' previous round: its time, and all tokens committed since it began."""
         if plan.method != "budget" or self.step_cost is None:
             return
         now, ids = self._clock(), tuple(request.request_id for request in requests)
@@ -180,8 +179,8 @@ class PlannedDrafter:
         self._rounds[ids] = (now, self._tokens)
 
     def _forget(self, ids: Sequence[int]) -> None:
-        """Rounds of any of these requests: they are over, or will be of others."""
-        self._rounds = {known: at for known, at in self._rounds.items() if not any(each in known for each in ids)}
+        """Drop the rounds of any of these requests: they are over, or their batch changes."""
+        self._rounds = {batch: at for batch, at in self._rounds.items() if not set(ids) & set(batch)}
 
     @staticmethod
     def _merge(drafts: Sequence[Sequence[TokenTree]]) -> list[TokenTree]:
@@ -200,7 +199,7 @@ class PlannedDrafter:
         nodes, depth = min(request.max_nodes, limits.max_nodes, usual), min(request.max_depth, limits.max_depth)
         return DraftRequest(request.request_id, request.last_token, nodes, depth, request.params)
 
-    def _keep(self, plan: DraftPlan, request: DraftRequest, tree: TokenTree, survival: Sequence[float]) -> list[int]:
+    def _select(self, plan: DraftPlan, request: DraftRequest, tree: TokenTree, survival: Sequence[float]) -> list[int]:
         """Drafted nodes within the request's limits, best first."""
         if tree.laws:  # sized before it was drawn; cutting it now would depend on what was drawn
             return list(range(1, len(tree)))

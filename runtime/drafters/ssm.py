@@ -1,9 +1,9 @@
 """Drafts by a small speculative model over its own executor and KV pool.
 
-Owns each request's context in the SSM: what is cached, what waits to be fed, its pages. Two kinds of SSM: a plain
+Owns each request's context in the SSM: what is cached, what is still to be fed, its pages. Two kinds of SSM: a plain
 decoder over the LLM's vocabulary, and a fused-state one that also reads the LLM's hidden features (EAGLE-3, arXiv
 2503.01840) and drafts over a reduced vocabulary. Drafted rows never survive a round: committed tokens are fed again,
-with true features, over the slots that the drafts had used.
+with true features, into the slots that the drafts used.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from flexspec.runtime.executors.pages import PageAllocator, RowGroup, pack_rows
 from flexspec.runtime.executors.step import Executor
 from flexspec.tree import TokenTree
 
-_USUAL_PENDING = 16  # tokens a request that wait for a usual round's first step, at most
+_USUAL_PENDING = 16  # most tokens per request that a usual round's first step feeds
 
 
 class SsmDrafter:
-    """Trees of one SSM for all requests at once: one catch-up step, then one step per further level.
+    """Trees of one SSM for all requests at once: one catch-up step, then one step for each further level.
 
     ``keep_ids[i]`` is the token of output row i (None: the SSM has the LLM's ``vocab_size``). ``sampled`` "mixed" draws
     the last child of each node for sampled requests and keeps its law; else children are deterministic. Requests beyond
@@ -54,7 +54,7 @@ class SsmDrafter:
         outputs = vocab_size if keep_ids is None else len(keep_ids)
         if outputs != executor.vocab_size:
             raise CapacityError(
-                f"an SSM with {executor.vocab_size} outputs", f"{outputs} outputs, one a token it may draft",
+                f"an SSM with {executor.vocab_size} outputs", f"{outputs} outputs, one for each token it may draft",
                 "use the SSM made for this LLM (same tokenizer, its own keep_ids)",
             )  # fmt: skip
         self.name = name
@@ -113,7 +113,7 @@ class SsmDrafter:
             if context.next_position != len(context.prompt):
                 context.restart(len(context.prompt))
             context.prompt = []
-        if self.reads_features and features_KE is None:  # a hole: start again behind it
+        if self.reads_features and features_KE is None:  # a gap: start again after it
             context.restart(context.next_position + len(committed))
             return
         self._append(context, committed, features_KE)
@@ -148,14 +148,14 @@ class SsmDrafter:
 
     @contextmanager
     def _timed(self, level: int, usual: bool) -> Iterator[None]:
-        """Book the time of a level's step; a first one that feeds a whole prompt says nothing about the others."""
+        """Record the time of a level's step, except of a first one that feeds a whole prompt."""
         began = time.perf_counter()
         yield
         if self.worth is not None and usual:
             self.worth.ran(level, time.perf_counter() - began)
 
     def _worth_extending(self, jobs: list[DraftJob], level: int) -> list[DraftJob]:
-        """The jobs whose newest nodes go on. Trees with drawn nodes always do: their size must not follow the draws."""
+        """The jobs to extend. Trees with drawn nodes always are: their size must not depend on the draws."""
         if self.worth is None:
             return jobs
         reached = sum(job.growth.reached(job.expansion.beam) for job in jobs if job.noise is None)
@@ -194,7 +194,7 @@ class SsmDrafter:
         self._pool.release(context.pages)
 
     def _catch_up(self, jobs: Sequence[DraftJob]) -> None:
-        """Feed all pending tokens in steps of at most max_rows; the last row of each request makes its first level."""
+        """Feed all pending tokens in steps of at most max_rows; the last row of each request gives its first level."""
         waiting = list(jobs)
         while waiting:
             left = self._executor.max_rows
@@ -276,8 +276,8 @@ class SsmDrafter:
         self.counts["steps"] += 1
         self.counts["rows"] += len(batch.ids_T)
         result = self._executor.step(batch, want_logits=True, want_features=self.reads_features)
-        assert result.logits_LV is not None, "the SSM's executor gives logits"
-        assert not self.reads_features or result.features_TE is not None, "a fused-state SSM puts its states out"
+        assert result.logits_LV is not None, "the SSM's executor returns logits"
+        assert not self.reads_features or result.features_TE is not None, "a fused-state SSM outputs its states"
         return result.logits_LV, result.features_TE if self.reads_features else None
 
     def _add_children(self, nodes: Sequence[tuple[DraftJob, int]], logits_LV: NDArray[np.float32], level: int) -> None:
@@ -302,19 +302,19 @@ class SsmDrafter:
                 self._draw_child(job, job.noise, node, tokens[:certain], logits_V)
 
     def _draw_child(
-        self, job: DraftJob, noise: DraftNoise, node: int, kept: list[int], logits_V: NDArray[np.float32]
+        self, job: DraftJob, noise: DraftNoise, node: int, siblings: list[int], logits_V: NDArray[np.float32]
     ) -> None:
-        """One child drawn from the SSM's law beside the ``kept`` ones; its claim is the mass that law leaves it."""
+        """One child drawn from the SSM's law without ``siblings``; its claimed chance is the mass that is left."""
         law_V = np.zeros(self._vocab_size, np.float64)
         law_V[self._keep_ids] = target_law(logits_V, job.request.params)
-        drawn = draft_child(law_V, kept, noise, job.growth.depths[node])
+        drawn = draft_child(law_V, siblings, noise, job.growth.depths[node])
         if drawn is not None:
             token, child_law_V = drawn
-            job.growth.add(node, token, 1.0 - float(law_V[kept].sum()), child_law_V)
+            job.growth.add(node, token, 1.0 - float(law_V[siblings].sum()), child_law_V)
 
 
 def make(inputs: DrafterInputs) -> SsmDrafter:
-    """Raises CapacityError for trees that the SSM's steps have no room for: now, not when their batch size comes."""
+    """Raises CapacityError for trees that do not fit the SSM's steps: now, not at their batch size's first round."""
     assert inputs.ssm is not None, "its record runs an SSM"
     part, executor = inputs.ssm
     drafter = SsmDrafter(

@@ -1,4 +1,4 @@
-"""What an SSM's drafter keeps: a request's state from round to round, and its work within one round."""
+"""The state of an SSM's drafter: a request's from round to round, and its work within one round."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ class Context:
                                  | cached slots 0 ..   | pending ...         | not known here yet
         cache slot               0                     cached
 
-    Between calls every position below ``next_position`` and from ``first_position`` on is either cached or pending,
-    each once and in order: positions are derived from the three, never counted beside them. A fused-state SSM has one
-    feature for each pending token. ``newest`` is known whenever tokens were fed and none is pending, so that a root
-    can be fed once more. ``pages`` hold at least the cached slots.
+    Between calls every position from ``first_position`` to below ``next_position`` is either cached or pending, each
+    once and in order: positions are derived from the three, never counted separately. ``newest`` is known whenever
+    tokens were fed and none is pending, so that a root can be fed once more.
     """
 
     first_position: int = 0  # of cache slot 0: above 0 where the beginning was never seen
     cached: int = 0  # rows of committed tokens in the cache
     pending: list[int] = field(default_factory=list)
-    features: list[NDArray[np.float32]] = field(default_factory=list)
+    features: list[NDArray[np.float32]] = field(
+        default_factory=list
+    )  # of a fused-state SSM, one for each pending token
     newest: tuple[int, NDArray[np.float32] | None] | None = None  # newest cached token, and its feature
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # of at least the cached slots
     prompt: list[int] = field(default_factory=list)  # of a fused-state SSM, until the features of its rows have come
     given_up: bool = False  # the SSM has no positions left for it
 
@@ -61,12 +62,12 @@ class Context:
         self.first_position = position
 
     def append(self, tokens: Sequence[int], features: Iterable[NDArray[np.float32]] = ()) -> None:
-        """Newly committed tokens, with their features for a fused-state SSM."""
+        """Add newly committed tokens, with their features for a fused-state SSM."""
         self.pending.extend(tokens)
         self.features.extend(features)
 
     def feed(self, count: int) -> tuple[list[int], list[NDArray[np.float32]]]:
-        """Move ``count`` pending tokens into the cache, and return what the caller's step computes rows of."""
+        """Move ``count`` pending tokens into the cache, and return them and their features for the caller's step."""
         tokens, features = self.pending[:count], self.features[:count]
         del self.pending[:count], self.features[:count]
         self.cached += count
@@ -74,7 +75,7 @@ class Context:
         return tokens, features
 
     def feed_root_again(self) -> bool:
-        """Make the newest cached token pending where nothing is; False if there is none."""
+        """If nothing is pending, make the newest cached token pending; False if there is none."""
         if not self.pending and self.newest is not None:
             token, feature = self.newest
             self.append([token], [] if feature is None else [feature])
@@ -92,4 +93,4 @@ class DraftJob:
     context: Context
     growth: Growth
     expansion: Expansion
-    noise: DraftNoise | None  # draws one child a node; None: all children are the most likely ones
+    noise: DraftNoise | None  # draws one child of each node; None: all children are the most likely ones

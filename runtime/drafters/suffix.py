@@ -18,11 +18,11 @@ from flexspec.runtime.drafters.make import DrafterInputs
 from flexspec.tree import TokenTree
 
 # Claimed chance that the token after a match of 1, 2, ... tokens repeats; longer matches use the last entry. A starting
-# point only: runtime/drafters/calibrate.py replaces it by what the verifier measured.
+# point only: runtime/drafters/calibrate.py replaces it with measured rates.
 CONFIDENCE = (0.0, 0.20, 0.40, 0.60, 0.70, 0.80, 0.85, 0.90, 0.92)
 MAX_DEPTH = 16  # deepest copy proposed in one round
 WINDOW_TOKENS = 16_384  # newest prompt tokens indexed; about 0.6 KB of state per token
-COUNT_STEPS = 24  # link steps per token that update counts; a bound for text such as "aaaa", where links form a chain
+COUNT_STEPS = 24  # link steps per token that update counts; a bound for texts like "aaaa", where links form a chain
 FAN_OUT = 4  # distinct continuations kept at a node
 CROWDED = 64  # a one-token match with more continuations than this says nothing
 
@@ -90,7 +90,7 @@ class SuffixAutomaton:
         return clone
 
     def continuations(self, state: int) -> list[tuple[int, int]]:
-        """``(token, state)`` of what followed the state's strings: most frequent first, then most recently new."""
+        """``(token, state)`` of the tokens that followed the state's strings: most frequent first, then most recent."""
         count, end = self.count, self.end
         ranked = list(self.next[state].items())
         if len(ranked) > 1:
@@ -102,7 +102,7 @@ _Continuation = tuple[int, float, int, int]  # token, claimed chance, its state,
 
 
 def expand_matches(automaton: SuffixAutomaton, root: int, max_nodes: int, max_depth: int) -> TokenTree:
-    """Best-first tree of the continuations of the longest match, up to ``max_nodes`` drafted nodes.
+    """Best-first tree of the continuations of the longest match, at most ``max_nodes`` drafted nodes.
 
     A node at depth d extends the match by d tokens, so its claimed chance is that of a match that long, shared among
     the continuations by their counts. At the root two shorter matches add the tokens the longest one never saw.
@@ -140,7 +140,7 @@ def _falling_chance(continuation: _Continuation) -> float:
 def _behind(automaton: SuffixAutomaton, state: int, match: int, mass: float = 1.0) -> list[_Continuation]:
     """Continuations of ``state`` when ``match`` tokens of it are matched, with ``mass`` to share between them."""
     nexts = automaton.next
-    while not nexts[state]:  # the end of the text: go on with the longest suffix that has a continuation (periods)
+    while not nexts[state]:  # the end of the text: continue with the longest suffix that has a continuation (periods)
         state = automaton.link[state]
         if state <= 0:
             return []

@@ -1,9 +1,8 @@
 """Whether the next step of an SSM pays: measured, not assumed, and decided anew in every round.
 
-A model drafter adds tokens to a round and time to it. The chance that its next step brings anything is known before it
+A model drafter adds tokens to a round and time to it. The chance that its next step gains anything is known before it
 runs: for the first level, that the cheaper sources miss the next token; deeper, that the text reaches a node that would
-be extended. Owns what such a chance has been worth in tokens lately, and what a step and a token cost in seconds;
-decides nothing but yes or no.
+be extended. Owns how many tokens such a chance has brought lately, and what a step and a token cost in seconds.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from collections.abc import Collection
 from flexspec.runtime.drafters.budget import SMOOTHING
 from flexspec.tree import TokenTree
 
-PROBE_EVERY = 32  # a level left out this often in a row is tried again: the text or the machine may have changed
+PROBE_EVERY = 32  # a level skipped this often in a row is tried again: the text or the machine may have changed
 _DECAY = 0.98  # of a level's past per round in which it ran
-_PRIOR_CHANCE, _PRIOR_TOKENS = 4.0, 2.0  # what a level starts from: half a token per certain chance
+_PRIOR_CHANCE, _PRIOR_TOKENS = 4.0, 2.0  # of a new level: half a token per certain chance
 
 
-class _Level:
-    """What one level of the SSM's tree costs and brings."""
+class _LevelWorth:
+    """Cost and gain of one level of the SSM's tree."""
 
     __slots__ = ("chance", "chance_now", "seconds", "skipped", "tokens", "tokens_now")
 
@@ -31,18 +30,18 @@ class _Level:
 
 
 class StepWorth:
-    """One SSM's. Feed it each round: ``begin_round``, ``ask`` and ``ran`` per level, ``accepted`` per verified tree.
+    """Of one SSM. Each round calls ``begin_round``, ``ask`` and ``ran`` per level, and ``accepted`` per verified tree.
 
-    ``by_level`` False: all levels are asked for and paid as one, the first.
+    ``by_level`` False: all levels count as one, the first.
     """
 
     def __init__(self, source: str, *, by_level: bool = True) -> None:
         self._source, self._by_level = source, by_level
-        self._levels: list[_Level] = []
+        self._levels: list[_LevelWorth] = []
         self._token_s = 0.0  # 0 = unknown
 
     def begin_round(self, tokens: int, seconds: float | None) -> None:
-        """Close the round before: ``tokens`` it committed (all requests), in ``seconds`` (None: not comparable)."""
+        """Close the previous round, which committed ``tokens`` (all requests) in ``seconds`` (None: not comparable)."""
         for level in self._levels:
             if level.chance_now > 0.0:
                 level.chance = _DECAY * level.chance + level.chance_now
@@ -52,7 +51,7 @@ class StepWorth:
             self._token_s += (SMOOTHING if self._token_s else 1.0) * (seconds / tokens - self._token_s)
 
     def ask(self, level: int, chance: float) -> bool:
-        """Whether a step for ``level`` (0 = children of the root) pays, whose nodes matter with ``chance``, summed."""
+        """Whether a step for ``level`` (0 = children of the root) pays; ``chance``: that its nodes matter, summed."""
         known = self._level(level)
         pays = not (known.seconds and self._token_s) or self.gain(level, chance) * self._token_s >= known.seconds
         known.skipped = 0 if pays else known.skipped + 1
@@ -63,7 +62,7 @@ class StepWorth:
         return pays
 
     def ran(self, level: int, seconds: float) -> None:
-        """A step that ``ask`` allowed took ``seconds``, its Python included."""
+        """Record that a step which ``ask`` allowed took ``seconds``, its Python included."""
         known = self._level(level)
         known.seconds += (SMOOTHING if known.seconds else 1.0) * (seconds - known.seconds)
 
@@ -74,11 +73,11 @@ class StepWorth:
                 self._level(tree.depths[node] - 1 if self._by_level else 0).tokens_now += 1.0
 
     def gain(self, level: int, chance: float) -> float:
-        """Tokens to be expected of a step of ``level``."""
+        """Tokens expected from a step of ``level``."""
         known = self._level(level)
         return known.tokens / known.chance * chance
 
-    def _level(self, level: int) -> _Level:
+    def _level(self, level: int) -> _LevelWorth:
         while len(self._levels) <= level:
-            self._levels.append(_Level())
+            self._levels.append(_LevelWorth())
         return self._levels[level]

@@ -12,11 +12,11 @@ from flexspec.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Counts of one request. ``rounds`` are verify passes after prefill; speculation committed tokens / rounds."""
+    """Counts of one request."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    rounds: int = 0
+    rounds: int = 0  # verify passes after prefill
     drafted: int = 0
     accepted: int = 0
     prefill_s: float = 0.0
@@ -24,7 +24,7 @@ class RequestStats:
 
     @property
     def tokens_per_round(self) -> float:
-        """Tokens committed a round, without the first token, which the prefill gives; 0 without a round."""
+        """Tokens committed per round, without the first token, which comes from the prefill; 0 without a round."""
         return (self.completion_tokens - 1) / self.rounds if self.rounds else 0.0
 
     @property
@@ -35,11 +35,11 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one commit added. ``finish_reason``: None, "stop", "length", "cancelled", "error" (see ``error``)."""
+    """What one commit added."""
 
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # "stop", "length", "cancelled", "error" (see ``error``)
     stats: RequestStats = field(default_factory=RequestStats)
     error: str | None = None
 
@@ -61,11 +61,11 @@ OnDelta = Callable[[Delta], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Requests in the engine now. ``failure`` says why it cannot go on; None while it can."""
+    """Requests in the engine now."""
 
     running: int = 0
     queued: int = 0
-    failure: str | None = None
+    failure: str | None = None  # why the engine cannot go on; None while it can
 
 
 class EngineClient(Protocol):

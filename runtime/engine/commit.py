@@ -1,12 +1,12 @@
 """The only act that appends tokens to a sequence, whoever proposed them: prefill, decoding, any drafter, any rule.
 
 Owns every rule of ending. Accepted tokens are walked one by one, so a block can't run past an end: end token, stop
-string, max_tokens and the context limit each count at the very token where they happen, and what lies behind is dropped
-and not counted. Treating a block as one token is the most frequent fault of speculative engines.
+string, max_tokens and the context limit each take effect at the very token where they occur, and what follows is
+dropped and not counted. Treating a block as one token is the most frequent fault of speculative engines.
 
 The rules, in the order they are tried at each token:
-1. end token: "stop". It gives no text, and is counted in completion_tokens, as OpenAI's usage counts it.
-2. stop string complete: "stop". The text before it is given; the string and all behind it never are. All tokens up to
+1. end token: "stop". It has no text, and is counted in completion_tokens, as in OpenAI's usage.
+2. stop string complete: "stop". The text before it is returned, the string and what follows never are. All tokens up to
    the one that completed it are counted. Text is held back only while it may still become a stop string.
 3. max_tokens or the context limit reached: "length".
 """
@@ -21,10 +21,10 @@ from flexspec.runtime.engine.sequence import TokenSequence
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """``kept`` tokens were appended, fewer than given only at an end; ``text`` is what may be shown now."""
+    """What a commit appended."""
 
-    kept: int
-    text: str
+    count: int  # tokens appended: all, unless one of them ended the sequence
+    text: str  # that may be shown now
     finish_reason: str | None
 
 
@@ -32,16 +32,16 @@ def commit(sequence: TokenSequence, tokens: Sequence[int]) -> Committed:
     """Append ``tokens`` up to and including the one that ends the sequence, if any does."""
     assert sequence.finish_reason is None, "nothing is committed to a finished sequence"
     shown: list[str] = []
-    kept = 0
+    count = 0
     for token in tokens:
         sequence.append_committed(int(token))
-        kept += 1
+        count += 1
         text, reason = _step(sequence, int(token))
         shown.append(text)
         if reason is not None:
             sequence.finish_reason = reason
             break
-    return Committed(kept, "".join(shown), sequence.finish_reason)
+    return Committed(count, "".join(shown), sequence.finish_reason)
 
 
 def _step(sequence: TokenSequence, token: int) -> tuple[str, str | None]:
@@ -57,7 +57,7 @@ def _step(sequence: TokenSequence, token: int) -> tuple[str, str | None]:
 
 
 def _close(sequence: TokenSequence, text: str, reason: str) -> tuple[str, str]:
-    """Add what the detokenizer and the stop strings held back; the former's rest may complete a stop string."""
+    """Add the text that was held back; the detokenizer's rest may complete a stop string."""
     rest, stopped = sequence.stops.push(sequence.detokenizer.flush())
     if stopped:
         return text + rest, "stop"

@@ -1,9 +1,9 @@
 """Requests run to their end in the calling thread: submit, step, collect.
 
-What the Python face, commands, measurements and tests use; a server gives the engine a thread of its own instead
-(runtime/engine/thread.py). Several threads may call at once: whoever steps moves the requests of all. Whatever ends a
-call early (an error, Ctrl-C, a consumer that stops reading a stream) cancels its requests, which leave the engine at
-its next step.
+Used by the Python face, commands, measurements and tests; a server gives the engine a thread of its own instead
+(runtime/engine/thread.py). Several threads may call at once: a step advances the requests of all. Whatever ends a call
+early (an error, Ctrl-C, a consumer that stops reading a stream) cancels its requests, which leave the engine at its
+next step.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from flexspec.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one request brought, whole."""
+    """The complete answer to one request."""
 
     prompt: str | None  # the text that was continued; None for a prompt of token ids
     prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]  # committed behind the prompt; an end token is among them
+    token_ids: tuple[int, ...]  # committed after the prompt, an end token included
     text: str
     finish_reason: str  # "stop" or "length"
     stats: RequestStats
@@ -35,7 +35,7 @@ class Completion:
 
 @dataclass(slots=True)
 class _Call:
-    """A request on its way. ``finished`` is its last delta."""
+    """A request in progress. ``finished`` is its last delta."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -47,7 +47,7 @@ class _Call:
         return self.deltas[-1] if self.deltas and self.deltas[-1].finish_reason is not None else None
 
     def completion(self, last: Delta) -> Completion:
-        """Raises EngineError for a request that was not answered to its end."""
+        """Raises EngineError for a request that did not finish."""
         assert last.finish_reason is not None
         _check_finished(last)
         tokens = tuple(token for delta in self.deltas for token in delta.token_ids)
@@ -56,9 +56,9 @@ class _Call:
 
 
 def complete(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
-    """Run all prompts together (continuous batching); completions stand in the order of the prompts.
+    """Run all prompts together (continuous batching); completions are in the order of the prompts.
 
-    Raises RequestError or CapacityError before anything runs, for a prompt that can never run, and EngineError when a
+    Raises RequestError or CapacityError, before anything runs, for a prompt that can never run, and EngineError when a
     request ends without its answer.
     """
     calls = [_Call(list(ids), one) for ids, one in zip(prompts, params, strict=True)]
@@ -80,8 +80,8 @@ def complete(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[
 def stream(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[Delta]:
     """The deltas of one request as they are committed; the last one has the finish_reason and the final stats.
 
-    The request runs while the caller reads, and is cancelled when the iterator is closed. Raises as :func:`complete`:
-    for a prompt that can never run at once, for a failure from the iterator.
+    The request runs while the caller reads, and is cancelled when the iterator is closed. Raises as :func:`complete`
+    does: at once for a prompt that can never run, from the iterator for a failure.
     """
     engine.check(list(prompt_ids), params)
     return _stream(engine, _Call(list(prompt_ids), params))
@@ -108,7 +108,7 @@ def _stream(engine: Engine, call: _Call) -> Iterator[Delta]:
 
 
 def _submit(engine: Engine, waiting: deque[_Call]) -> None:
-    """Hand over as many calls as the engine's queue takes; the others wait for the next step."""
+    """Submit as many calls as the engine's queue takes; the others wait for the next step."""
     try:
         while waiting:
             call = waiting[0]
@@ -121,7 +121,7 @@ def _submit(engine: Engine, waiting: deque[_Call]) -> None:
 def _step(engine: Engine, calls: Sequence[_Call]) -> None:
     try:
         busy = engine.step()
-    except Exception as error:  # our own bug: other callers must hear of it too
+    except Exception as error:  # our own bug: other callers must see it too
         engine.fail(f"{type(error).__name__}: {error}")
         raise
     assert busy or any(call.finished for call in calls), "an idle engine with requests that have not ended"
@@ -136,13 +136,13 @@ def _cancel(engine: Engine, calls: Sequence[_Call]) -> None:
 def _check_finished(last: Delta) -> None:
     if last.finish_reason in ("error", "cancelled"):
         raise EngineError(
-            last.error or "a request that was cancelled", "a request that runs to its end", "open the artifact again"
+            last.error or "a request that was cancelled", "a request that finishes", "open the artifact again"
         )
 
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Ctrl-C takes effect behind the block: an engine that is interrupted inside a step could not go on."""
+    """Ctrl-C takes effect after the block: an engine that is interrupted inside a step cannot go on."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield  # Python delivers signals to the main thread; a handler that is not Python's cannot be put back
         return

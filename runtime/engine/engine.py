@@ -1,8 +1,8 @@
 """The round: draft, verify every tree in one LLM pass, accept, commit, gather KV. Prompt chunks share the same pass.
 
-Owns the order of a round; who may enter is runtime/scheduler's, who travels together runtime/micro_batches', what a
-request sends runtime/round's, which path is taken runtime/accept's, and appending to a sequence runtime/commit's. All
-methods may be called by any thread; steps run one at a time.
+Owns the order of a round. scheduler.py admits requests, micro_batches.py groups them, round.py builds their rows,
+acceptance/accept.py picks the path, and commit.py appends to the sequence. Any thread may call any method; steps run
+one at a time.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from numpy.typing import NDArray
 
 from flexspec.errors import EngineError, FlexspecError
 from flexspec.runtime.acceptance.accept import Accepted, accept_greedy, accept_sampled
-from flexspec.runtime.drafters.budget import SpeculationWatch
+from flexspec.runtime.drafters.budget import SpeculationSwitch
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.engine.api import Delta, EngineLoad, OnDelta
 from flexspec.runtime.engine.commit import Committed, commit
 from flexspec.runtime.engine.micro_batches import MicroBatch, MicroBatches
 from flexspec.runtime.engine.observer import Observer, report_round
 from flexspec.runtime.engine.round import Clock, Round, Work, draft_request, prompt_work, tree_work
-from flexspec.runtime.engine.scheduler import Limits, Running, Scheduler
+from flexspec.runtime.engine.scheduler import EngineLimits, Running, Scheduler
 from flexspec.runtime.engine.sequence import Detokenizer
 from flexspec.runtime.executors.pages import pack_rows
 from flexspec.runtime.executors.step import AtOnce, Executor, OverlappingExecutor, StepResult
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree
 
-_PROMPT_SHARE = 4  # while prompts wait, drafts leave them this part of a step's rows
+_PROMPT_SHARE = 4  # while prompts wait, drafts leave them one row of a step in so many
 
 
 class Engine:
@@ -47,7 +47,7 @@ class Engine:
         drafter: PlannedDrafter,
         new_detokenizer: Callable[[], Detokenizer],
         eos_ids: Sequence[int],
-        limits: Limits,
+        limits: EngineLimits,
         observer: Observer | None = None,
         micro_batches: Callable[[int], int] = lambda requests: 1,
     ) -> None:
@@ -56,24 +56,24 @@ class Engine:
         self._batches = MicroBatches(micro_batches)
         self._drafting: deque[MicroBatch] = deque()  # in the order in which their drafts began
         self._verifying: deque[MicroBatch] = deque()  # in the order of their steps
-        self.watch = SpeculationWatch()
+        self.speculation = SpeculationSwitch()
         self.clock = Clock()
         self.plain_step_s = 0.0  # measured seconds of a one-row step; 0 = unknown
         self._scheduler = Scheduler(executor.pages, limits, drafter.limits, new_detokenizer, eos_ids)
         self._observer = observer
-        self.wanted = threading.Event()  # set by submit and cancel: whoever steps the engine may sleep on it
+        self.wanted = threading.Event()  # set by submit and cancel: the thread that steps the engine may wait on it
         self._lock = threading.Lock()
         self._stepping = threading.RLock()
         self._last_step = time.monotonic()
         self._failure: str | None = None
-        self._ended: str | None = None  # why nothing is taken any more
+        self._ended: str | None = None  # why requests are no longer accepted
         self._report_load()
 
     # -- any thread ------------------------------------------------------------------------------------------------
 
     def submit(self, prompt_ids: list[int], params: SamplingParams, on_delta: OnDelta) -> int:
         """Queue a request. Raises RequestError, CapacityError, QueueFullError, or EngineError after its end."""
-        with self._lock:  # the end is marked under it too: nobody can slip in and wait for ever
+        with self._lock:  # the end is marked under it too: no request can slip in and wait for ever
             if self._ended is not None:
                 raise EngineError(
                     f"the engine has ended: {self._ended}", "a running engine",
@@ -90,7 +90,7 @@ class Engine:
         self._scheduler.check(prompt_ids, params, self.executor.vocab_size)
 
     def cancel(self, request_id: int) -> None:
-        """Takes no lock: a finalizer may call it, inside whatever the thread is at."""
+        """Takes no lock: a finalizer may call it at any point of the thread."""
         self._scheduler.cancel(request_id)
         if not self.wanted.is_set():
             self.wanted.set()
@@ -108,7 +108,7 @@ class Engine:
     # -- one thread at a time --------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Begin the rounds that can begin and end the oldest in flight; False when there was nothing to do.
+        """Begin the rounds that can begin, and end the oldest in flight; False when there was nothing to do.
 
         Requests get an error, not silence, when it fails.
         """
@@ -138,7 +138,7 @@ class Engine:
         return busy or bool(gone)
 
     def fail(self, reason: str, found: str = "") -> None:
-        """End everything in flight with an error; later submits are refused. ``found``: the reason in few words."""
+        """End everything in flight with an error; later submits are refused. ``found``: the reason in a few words."""
         self._failure = reason
         self._end_all(reason, "error", found)
 
@@ -164,17 +164,17 @@ class Engine:
         while self._drafting:
             self._start_step(self._drafting.popleft())
             if self._verifying and not self._steps.returns_early:
-                break  # its result is there: the next draft of its requests begins before another step does
+                break  # its result is ready: the next draft of its requests begins before another step does
         if self._verifying:
             self._finish_round(self._verifying.popleft())
 
     def _start_draft(self, batch: MicroBatch) -> None:
-        """A round's beginning: its draft sets out, if there is to be one."""
+        """A round's beginning: start its draft, if there is one."""
         began = time.perf_counter()
         decoding = [r for r in batch.members if r.prefilled]
         prompts = [r for r in batch.members if not r.prefilled]
         draft = None
-        if decoding and self.watch.enabled and self.drafter.drafts:
+        if decoding and self.speculation.enabled and self.drafter.drafts:
             most = self._most_nodes(decoding, prompts)
             draft_requests = [draft_request(running, self.drafter.limits, most) for running in decoding]
             draft = self.drafter.start(draft_requests, len(self._scheduler.running))
@@ -183,7 +183,7 @@ class Engine:
         self._drafting.append(batch)
 
     def _most_nodes(self, decoding: Sequence[Running], prompts: Sequence[Running]) -> int:
-        """Drafted nodes that each request may have in the step, beside what waiting prompts are left."""
+        """Drafted nodes that each request may have in the step, after the share of waiting prompts."""
         waiting = sum(r.prompt_left for r in prompts)
         rows = self.executor.max_rows - min(waiting, self.executor.max_rows // _PROMPT_SHARE)
         return max(0, rows // len(decoding) - 1)
@@ -240,9 +240,9 @@ class Engine:
         if requests and requests == len(this.work):  # a pure decoding step: comparable with others of its size
             seconds = time.perf_counter() - this.began
             if this.draft is not None and this.draft.plan.method != "off":
-                self.watch.record_round(requests, committed, seconds)
+                self.speculation.record_round(requests, committed, seconds)
             elif self.drafter.drafts:
-                self.watch.record_plain(requests, seconds)
+                self.speculation.record_plain(requests, seconds)
 
     def _settle(self, work: Sequence[Work], result: StepResult) -> int:
         """Accept, commit and gather for every request of the step; returns the tokens decoding requests committed."""
@@ -282,12 +282,12 @@ class Engine:
             self.drafter.record(tree, accepted.nodes)
         tokens = accepted.tokens(tree)
         done = commit(sequence, tokens)
-        taken = accepted.nodes[1 : done.kept + 1]  # an end inside the path drops what lies behind it
+        taken = accepted.nodes[1 : done.count + 1]  # an end inside the path drops the nodes after it
         sequence.record_round(len(tree) - 1, len(taken))
         if self._observer:
-            report_round(self._observer, tree, taken, done.kept)
+            report_round(self._observer, tree, taken, done.count)
         self._deliver(running, tokens, done, None if features is None else features[path])
-        return done.kept
+        return done.count
 
     def _accept(self, running: Running, tree: TokenTree, result: StepResult, rows: slice) -> Accepted:
         sequence = running.sequence
@@ -297,7 +297,7 @@ class Engine:
         return accept_sampled(tree, result.logits_LV[rows], sequence.params, sequence.seed, len(sequence))
 
     def _gather(self, running: Running, path: NDArray[np.int32]) -> None:
-        """Bring the accepted nodes' K/V to the slots of their positions; what was rejected is simply left behind."""
+        """Move the accepted nodes' K/V to the slots of their positions; rejected rows are simply overwritten later."""
         source, target = running.cached + path, running.cached + np.arange(len(path), dtype=np.int32)
         moved = source != target
         if moved.any():
@@ -310,14 +310,14 @@ class Engine:
         self, running: Running, tokens: Sequence[int], done: Committed, features: NDArray[np.float32] | None
     ) -> None:
         """Tell the drafters and the caller what was committed; end the request if that ended it."""
-        sequence, kept = running.sequence, tuple(tokens[: done.kept])
+        sequence, committed = running.sequence, tuple(tokens[: done.count])
         if running.first_token_at is not None:
             sequence.decode_s = time.monotonic() - running.first_token_at
         if done.finish_reason is not None:
-            self._finish(running, done.finish_reason, text=done.text, tokens=kept)
+            self._finish(running, done.finish_reason, text=done.text, tokens=committed)
             return
         self.drafter.observe(sequence.request_id, tokens, features)
-        running.on_delta(Delta(done.text, kept))
+        running.on_delta(Delta(done.text, committed))
 
     def _finish(
         self, running: Running, reason: str, error: str | None = None, *, text: str = "", tokens: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
-"""Running requests shared out over micro-batches, so that several steps can be in flight at once.
+"""Running requests divided into micro-batches, so that several steps can be in flight at once.
 
-One micro-batch is the rule; a plan with pipeline stages or SSMs on devices of their own asks for more. Owns who belongs
-to which, and nothing of what a step does.
+One micro-batch is the rule; a plan with pipeline stages or SSMs on devices of their own uses more. Owns which request
+belongs to which, and nothing of what a step does.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ class MicroBatch:
 
 
 class MicroBatches:
-    """``count_for(requests)`` is the number of micro-batches for so many running requests, as the plan has it."""
+    """``count_for(requests)`` is the plan's number of micro-batches for so many running requests."""
 
     def __init__(self, count_for: Callable[[int], int]) -> None:
         self._count_for = count_for
         self._all: list[MicroBatch] = [MicroBatch()]
 
     def add(self, running: Running) -> None:
-        """A request that has just entered; it takes part from the next round of its micro-batch on."""
+        """Add an admitted request, which takes part from the next round of its micro-batch on."""
         self._active(self._requests() + 1)
         self._smallest().members.append(running)
 
     def remove(self, running: Running) -> None:
-        """A request that has ended. Its rows in a step in flight are nobody's then."""
-        for each in self._all:
-            if running in each.members:
-                each.members.remove(running)
+        """Remove a request that has ended; its rows in a step in flight are ignored."""
+        for batch in self._all:
+            if running in batch.members:
+                batch.members.remove(running)
 
     def idle(self) -> list[MicroBatch]:
-        """Micro-batches that can begin a round, evened out against each other."""
+        """Micro-batches that can begin a round, balanced with each other."""
         requests = self._requests()
         active = self._active(requests)
-        idle = [each for each in self._all if each.round is None]
+        idle = [batch for batch in self._all if batch.round is None]
         share = ceil_div(requests, active)
-        for each in idle:
-            most = share if each in self._all[:active] else 0
-            while len(each.members) > most:
-                self._smallest(active).members.append(each.members.pop())
-        self._all = self._all[:active] + [each for each in self._all[active:] if each.round or each.members]
-        return [each for each in idle if each.members]
+        for batch in idle:
+            most = share if batch in self._all[:active] else 0
+            while len(batch.members) > most:
+                self._smallest(active).members.append(batch.members.pop())
+        self._all = self._all[:active] + [batch for batch in self._all[active:] if batch.round or batch.members]
+        return [batch for batch in idle if batch.members]
 
     def clear(self) -> None:
         """Forget all rounds in flight: their results will not come."""
-        for each in self._all:
-            each.round = None
+        for batch in self._all:
+            batch.round = None
 
     def _requests(self) -> int:
-        return sum(len(each.members) for each in self._all)
+        return sum(len(batch.members) for batch in self._all)
 
     def _active(self, requests: int) -> int:
         """How many micro-batches there are now, at least one."""
@@ -70,4 +70,4 @@ class MicroBatches:
         return count
 
     def _smallest(self, active: int | None = None) -> MicroBatch:
-        return min(self._all[:active], key=lambda each: len(each.members))
+        return min(self._all[:active], key=lambda batch: len(batch.members))

@@ -1,4 +1,4 @@
-"""What the engine reports as it goes, and how a verified tree is counted by source and depth."""
+"""What the engine reports while it runs, and how a verified tree is counted by source and depth."""
 
 from __future__ import annotations
 

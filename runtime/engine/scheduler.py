@@ -1,7 +1,7 @@
-"""Who may enter: the queue, the running requests, and the KV pages each holds.
+"""Admission: the queue, the running requests, and the KV pages of each.
 
-A request enters when the pool can hold all it may ever need (its prompt, its max_tokens and one worst-case tree), so a
-running request is never pushed out. Owns no policy of drafting or acceptance.
+A request is admitted when the pool can hold all it may ever need (its prompt, its max_tokens and one worst-case tree),
+so a running request is never preempted. Owns no policy of drafting or acceptance.
 """
 
 from __future__ import annotations
@@ -25,27 +25,24 @@ from flexspec.types import PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """``context_tokens``: prompt and output of one request together. Requests beyond ``max_running`` wait in line.
+class EngineLimits:
+    """How much an engine takes on."""
 
-    ``longer_context`` says, for messages, how a longer context can be had; empty when the model has no more.
-    """
-
-    context_tokens: int
-    max_running: int = 16
+    context_tokens: int  # of one request, prompt and output together
+    max_running: int = 16  # requests beyond it are queued
     max_waiting: int = 256
-    longer_context: str = ""
+    longer_context: str = ""  # for messages: how to get a longer context; empty if the model has none
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request with its pages. ``cached``: committed tokens whose K/V are in the pool."""
+    """A request with its pages."""
 
     sequence: TokenSequence
     on_delta: OnDelta
     submitted_at: float
     pages: list[int] = field(default_factory=list)
-    cached: int = 0
+    cached: int = 0  # committed tokens whose K/V are in the pool
     admitted_at: float = 0.0
     first_token_at: float | None = None
 
@@ -70,7 +67,7 @@ class Scheduler:
     def __init__(
         self,
         pages: int,
-        limits: Limits,
+        limits: EngineLimits,
         worst: WorstCase,
         new_detokenizer: Callable[[], Detokenizer],
         eos_ids: Sequence[int],
@@ -94,7 +91,7 @@ class Scheduler:
         return not self.running and not self.waiting
 
     def slots_needed(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Cache slots a request may ever use: its tokens up to the context limit, and one tree behind them."""
+        """Cache slots a request may ever use: its tokens up to the context limit, and one tree after them."""
         return request_slots(min(prompt_tokens + max_tokens, self.limits.context_tokens), self.worst.max_nodes)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, on_delta: OnDelta, vocab_size: int) -> int:
@@ -133,7 +130,7 @@ class Scheduler:
         self._cancelled.append(request_id)
 
     def take_cancelled(self) -> list[Running]:
-        """Requests that were cancelled since the last call; they leave the queue here, the running list on release."""
+        """Requests cancelled since the last call; they leave the queue now, the running list on release."""
         ids = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
         if not ids:
             return []
@@ -142,7 +139,7 @@ class Scheduler:
         return gone
 
     def admit(self) -> list[Running]:
-        """Move waiting requests in while there is room; the first that does not fit holds up those behind it."""
+        """Admit waiting requests while there is room; the first that does not fit blocks those behind it."""
         entered: list[Running] = []
         while self.waiting and len(self.running) < self.limits.max_running:
             head = self.waiting[0]
@@ -156,13 +153,13 @@ class Scheduler:
         return entered
 
     def take_all(self) -> list[Running]:
-        """Everything, waiting and running; the queue is empty afterwards."""
+        """All requests, waiting and running; the queue is empty afterwards."""
         everything = [*self.running, *self.waiting]
         self.waiting.clear()
         return everything
 
     def release(self, running: Running) -> None:
-        """Give a request's pages back; it leaves the running list."""
+        """Free a request's pages; it leaves the running list."""
         self._pool.release(running.pages)
         if running in self.running:
             self.running.remove(running)

@@ -1,6 +1,6 @@
-"""One request's sequence: its prompt, what was committed, and the state that turns tokens into text.
+"""One request's sequence: its prompt, its committed tokens, and the state that turns tokens into text.
 
-Owns the state and its derived numbers. Only runtime/commit appends to it; drafters and caches read it.
+Owns the state and its derived numbers. Only commit.py appends to it; drafters and caches read it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Detokenizer(Protocol):
     def push(self, tokens: list[int]) -> str: ...
 
     def flush(self) -> str:
-        """What is left when no more tokens come."""
+        """The rest, when no more tokens come."""
         ...
 
 
@@ -61,7 +61,7 @@ class TokenSequence:
 
     @property
     def output_ids(self) -> Sequence[int]:
-        """Tokens committed behind the prompt, to read; an end token is among them."""
+        """Tokens committed after the prompt, an end token included. Do not modify."""
         return self._output_ids
 
     @property
@@ -87,11 +87,11 @@ class TokenSequence:
         )
 
     def append_committed(self, token: int) -> None:
-        """For runtime/commit alone."""
+        """For commit.py only."""
         self._output_ids.append(token)
 
     def record_round(self, drafted: int, accepted: int) -> None:
-        """Count one verify pass: tree nodes behind the root, and how many of them were committed."""
+        """Count one verify pass: tree nodes below the root, and how many of them were committed."""
         self._rounds += 1
         self._drafted += drafted
         self._accepted += accepted

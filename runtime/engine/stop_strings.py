@@ -1,7 +1,7 @@
 """Stop strings in a growing text: what may be shown now, what must wait, where the text ends.
 
-Owns the matching only; runtime/commit decides what a match means. The text is read character by character, so the
-result does not depend on how tokens cut it. Where several stops could match, the one that is complete first counts;
+Owns the matching only; commit.py decides what a match means. The text is read character by character, so the
+result does not depend on token boundaries. If several stops could match, the one that completes first wins;
 of those complete at the same character, the longest.
 """
 
@@ -22,7 +22,7 @@ class StopMatcher:
     def push(self, text: str) -> tuple[str, bool]:
         """(text that can no longer be part of a stop string, whether one is complete).
 
-        At a match the text before it is returned; the match and all behind it are dropped for good.
+        At a match the text before it is returned; the match and everything after it are dropped for good.
         """
         if not self._stops:
             return text, False

@@ -1,4 +1,4 @@
-"""Steps an engine on a thread of its own: sleeps while nothing is wanted, stops cleanly. Requests do not pass here."""
+"""Steps an engine on a thread of its own: sleeps while there is nothing to do, stops cleanly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EngineThread:
                 self._failure = ""
             try:
                 busy = self._engine.step()
-            except Exception as error:  # our own bug: callers must hear of it, and health must turn red
+            except Exception as error:  # our own bug: callers must see it, and health must turn red
                 self._engine.fail(f"{type(error).__name__}: {error}")
                 raise
             if not busy:

@@ -19,7 +19,7 @@ from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.draft_plan import DraftPlan, worst_case
 from flexspec.drafters.record import ssm_names
 from flexspec.errors import EngineError
-from flexspec.runtime.drafters.budget import SpeculationWatch
+from flexspec.runtime.drafters.budget import SpeculationSwitch
 from flexspec.runtime.engine.api import Delta, RequestStats
 from flexspec.runtime.executors.cpu import CpuExecutor
 from flexspec.runtime.executors.step import Executor
@@ -136,7 +136,9 @@ class RoundRuns:
         """Fill the contexts and run rounds: those behind the warm ones. Raises EngineError when a request ends."""
         timed = self.open(request.draft)
         engine = timed.served.engine
-        engine.watch = SpeculationWatch()  # what it learned of other rounds must not switch drafting off in these
+        engine.speculation = (
+            SpeculationSwitch()
+        )  # what it learned of other rounds must not switch drafting off in these
         started: set[int] = set()
         ended: list[str] = []
 

@@ -17,7 +17,7 @@ from flexspec.runtime.drafters.base import DraftsElsewhere, ModelDrafter
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.engine.engine import Engine
 from flexspec.runtime.engine.observer import Observer
-from flexspec.runtime.engine.scheduler import Limits
+from flexspec.runtime.engine.scheduler import EngineLimits
 from flexspec.runtime.executors.room import Room
 from flexspec.runtime.executors.step import Executor, OverlappingExecutor
 from flexspec.runtime.open.capacity import check_room, context_tokens, ssm_pages, ssms_of
@@ -72,7 +72,7 @@ def open_artifact_engine(
             elif own is not None:
                 drafters.append(own)
         planned = PlannedDrafter(ladder, drafters)
-        limits = Limits(context, max_running=options.max_requests, longer_context=longer_context)
+        limits = EngineLimits(context, max_running=options.max_requests, longer_context=longer_context)
         count = plan.micro_batches_for if isinstance(llm, OverlappingExecutor) else _one
         engine = Engine(llm, planned, lambda: Detokenizer(tokenizer), record.eos_ids, limits, observer, count)
         if options.measure and ladder.drafts and opening.backend.times_itself:

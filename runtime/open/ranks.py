@@ -64,7 +64,7 @@ def run_follower(path: Path, options: ServeOptions, on_shard: OnShard | None = N
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     Follower(
-        seat, shard, DraftHost(drafters) if drafters else None, options.room, gives=_source(records) == rank,
+        seat, shard, DraftHost(drafters) if drafters else None, options.room, sends_results=_source(records) == rank,
         vocab_size=artifact.llm.outputs, feature_columns=artifact.llm.feature_columns,
     ).run()  # fmt: skip
     for each in opened:

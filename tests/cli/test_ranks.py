@@ -177,7 +177,7 @@ def test_a_rank_that_differs_is_refused(folder: Path, tmp_path: Path, what: str)
     for process in started:
         _, said = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 2, said
-        assert f"rank 1 has another {'flexspec version (0.0.9)' if what == 'version' else 'artifact'}" in said
+        assert f"rank 1 has a different {'flexspec version (0.0.9)' if what == 'version' else 'artifact'}" in said
 
 
 @pytest.mark.parametrize(

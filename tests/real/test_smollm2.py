@@ -32,7 +32,7 @@ from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.drafters.suffix import SuffixDrafter
 from flexspec.runtime.engine.complete import Completion
 from flexspec.runtime.engine.engine import Engine
-from flexspec.runtime.engine.scheduler import Limits
+from flexspec.runtime.engine.scheduler import EngineLimits
 from flexspec.runtime.executors.cpu import CpuExecutor
 from flexspec.runtime.executors.pages import RowGroup, pack_rows
 from flexspec.runtime.open.engine import open_engine
@@ -238,7 +238,7 @@ def with_drafts(served: Served, plan: DraftPlan, drafters: Sequence[Drafter]) ->
     """The same executor and KV pool under an engine that speculates; a fixed step cost, so that budgets repeat."""
     cost = StepCost.from_points([(1, 1.0), (16, 1.2), (64, 2.0)])
     planned = PlannedDrafter(DraftLadder.of(plan), drafters, cost)
-    limits = Limits(served.context_tokens - planned.limits.max_nodes)
+    limits = EngineLimits(served.context_tokens - planned.limits.max_nodes)
     tokenizer = served.tokenizer
     engine = Engine(served.executors[0], planned, lambda: Detokenizer(tokenizer), tokenizer.eos_ids, limits)
     return replace(served, engine=engine, draft=plan)

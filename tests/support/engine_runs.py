@@ -18,7 +18,7 @@ from flexspec.runtime.drafters.suffix import SuffixDrafter
 from flexspec.runtime.engine.api import Delta
 from flexspec.runtime.engine.engine import Engine
 from flexspec.runtime.engine.observer import Observer
-from flexspec.runtime.engine.scheduler import Limits
+from flexspec.runtime.engine.scheduler import EngineLimits
 from flexspec.runtime.executors.step import Executor, StepBatch, StepResult
 from flexspec.runtime.executors.top_successors import top_successors
 from flexspec.sampling import SamplingParams
@@ -109,7 +109,7 @@ def make_engine(
         for name, executor in (ssms or {}).items()
     ]  # fmt: skip
     planned = PlannedDrafter(DraftLadder.of(plan), [*drafters, *made])
-    limits = Limits(context_tokens, max_running)
+    limits = EngineLimits(context_tokens, max_running)
     return Made(Engine(llm, planned, Letters, eos_ids, limits, observer), made)
 
 

@@ -33,7 +33,7 @@ class Held(Wrapped):
 
 
 class Courier:
-    """A Post to a DraftHost in this process; ``waiting`` are answers nobody has asked for yet."""
+    """A DraftPeer for a DraftHost in this process; ``waiting`` are answers nobody has asked for yet."""
 
     def __init__(self, host: DraftHost) -> None:
         self._host = host

@@ -29,7 +29,7 @@ def _result(e: Emitter, node: Node) -> Place:
 
 
 def _in_place(e: Emitter, index: int, name: str, out: str) -> Place:
-    """Storage for ``out``: that of ``name`` (float32) when nobody reads it any more, else new."""
+    """Storage for ``out``: that of ``name`` (float32) if nothing reads it any more, else new."""
     root, target = e.roots.root[name], e.roots.root[out]
     place = e.places.get(root, {}).get(False)
     if place is None or e.roots.last_use[root] > index:
@@ -127,13 +127,13 @@ def linear_group(e: Emitter, index: int, node: Node) -> None:
     biases = tuple(node.inputs[b] for _, b in parts if b is not None)
     widths = [e.columns(value.name) for value in node.outputs]
     source = _elem(e, node.inputs[0])
-    whole = e.allocate(node.outputs[0].name, elem=False, columns=sum(widths))
+    joined = e.allocate(node.outputs[0].name, elem=False, columns=sum(widths))
     column = 0
     for value, columns in zip(node.outputs, widths, strict=True):
-        e.places[e.roots.root[value.name]] = {False: Place(whole.buffer, False, whole.ld, column)}
+        e.places[e.roots.root[value.name]] = {False: Place(joined.buffer, False, joined.ld, column)}
         column += columns
     k = e.columns(weights[0])
-    epilogue = f"StoreRows{{{e.rows(whole)}, {_bias(e, biases)}}}"
+    epilogue = f"StoreRows{{{e.rows(joined)}, {_bias(e, biases)}}}"
     kinds, matrix = e.matrix("matrix", *weights)
     e.call(f"gemm<{kinds}, {k}, {column}>(c, tid, s.T, {source}, {matrix}, {epilogue})", row_local=False)
 
@@ -185,17 +185,17 @@ def select_rows(e: Emitter, index: int, node: Node) -> None:
 
 
 def partition(e: Emitter, index: int, node: Node) -> None:
-    """A rank's columns of a whole value, copied: what works in place on them must leave the others alone."""
+    """A rank's columns of a value, copied: in-place operators on them must not touch the other columns."""
     (x,) = node.inputs
     dim, first = node.attr("dim"), node.attr("first")
     dims = e.graph.types()[x].dims
     assert isinstance(dim, int) and isinstance(first, int)
     if dim != 1:
         raise CompileError(f"a partition along dim {dim}", "dim 1", "cut the model elsewhere")
-    inner = e.columns(x) // int(dims[1])  # behind the dim that is cut
+    inner = e.columns(x) // int(dims[1])  # after the dim that is cut
     out = _result(e, node)
-    whole = _float(e, x)
-    source = f"Rows<float>{{{whole}.p + {first * inner}, {whole}.ld}}"
+    rows = _float(e, x)
+    source = f"Rows<float>{{{rows}.p + {first * inner}, {rows}.ld}}"
     shape = f"{row_count(e.graph, x)}, {e.columns(node.outputs[0].name)}"
     e.call(f"copy_rows<float, {_kind(e, out)}>(c, tid, {shape}, {source}, {e.rows(out)})")
 

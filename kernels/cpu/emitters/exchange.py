@@ -1,4 +1,4 @@
-"""Where a rank meets the others, and its rows of a table that ranks share; the calls are of HELPERS in exchange.py."""
+"""Exchanges between ranks, and a rank's rows of a shared table; the functions called are HELPERS in exchange.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def exchange(e: Emitter, index: int, node: Node) -> None:
 
 
 def send(e: Emitter, index: int, node: Node) -> None:
-    """Rows in only: nobody here reads the result."""
+    """Rows in only: this rank does not read the result."""
     source = e.read(node.inputs[0], elem=False)
     e.call(f"exchange(tid, {index}, {row_count(e.graph, node.inputs[0])}, {source}, {_NOTHING})", row_local=False)
 
@@ -32,14 +32,14 @@ def embedding_share(e: Emitter, node: Node, index: str) -> None:
             f"an embedding of a part of the vocabulary, {node.attrs}", "a graph that sums it up", "plan one rank"
         )
     table = node.inputs[1]
-    number = [each for each in e.graph.nodes if SHARED in dict(each.attrs)].index(node)
-    held, columns = e.graph.types()[table].dims[0], e.columns(table)
+    number = [reader for reader in e.graph.nodes if SHARED in dict(reader.attrs)].index(node)
+    rows, columns = e.graph.types()[table].dims[0], e.columns(table)
     kinds, matrix = e.matrix("matrix", table)
     out = e.rows(e.allocate(node.outputs[0].name, elem=False))
-    own = f"reinterpret_cast<int32_t*>(buf<float>(c, {e.arena.take(64, padded=True)}))"  # 16 numbers a row
-    e.call(f"own_ids(tid, s.T, {index}, {number}, {held}, {own})", row_local=False)
-    e.call(f"embedding<{kinds}, {columns}>(c, tid, s.T, {own}, {matrix}, {out})")
-    e.call(f"zero_others(c, tid, s.T, {own}, {out}, {columns})")
+    local_ids = f"reinterpret_cast<int32_t*>(buf<float>(c, {e.arena.take(64, padded=True)}))"  # 16 numbers a row
+    e.call(f"own_ids(tid, s.T, {index}, {number}, {rows}, {local_ids})", row_local=False)
+    e.call(f"embedding<{kinds}, {columns}>(c, tid, s.T, {local_ids}, {matrix}, {out})")
+    e.call(f"zero_others(c, tid, s.T, {local_ids}, {out}, {columns})")
 
 
 EMITTERS: dict[str, Emit] = {"exchange": exchange, "send": send}

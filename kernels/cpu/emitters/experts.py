@@ -9,7 +9,7 @@ from flexspec.kernels.cpu.places import row_count, row_stride
 from flexspec.types import DType
 
 HEADER = "experts.h"
-_LEAST_ROWS = 32  # that a buffer of the arena has room for, see buf() in cpu/render.py
+_MIN_BUFFER_ROWS = 32  # what any buffer of the arena has room for, see buf() in cpu/render.py
 
 
 def router(e: Emitter, index: int, node: Node) -> None:
@@ -33,11 +33,11 @@ def moe_experts(e: Emitter, index: int, node: Node) -> None:
     experts, ffn, width = e.graph.types()[gate].dims
     top_k = node.attr("top_k")
     assert isinstance(experts, int) and isinstance(ffn, int) and isinstance(width, int) and isinstance(top_k, int)
-    chosen = min(top_k, experts)  # of these experts, by a row
+    chosen = min(top_k, experts)  # experts of a row
     element_bytes = 2 if e.dtype is DType.BF16 else 4
     rows, source, weights = row_count(e.graph, x), e.read(x, elem=True), e.read(routing, elem=False)
     out = e.rows(e.allocate(node.outputs[0].name, elem=False))
-    numbers = e.arena.take(4 * (chosen + ceil_div(experts + 1, _LEAST_ROWS)))
+    numbers = e.arena.take(4 * (chosen + ceil_div(experts + 1, _MIN_BUFFER_ROWS)))
     taken = [numbers]
 
     def pairs(columns: int) -> str:
@@ -46,15 +46,15 @@ def moe_experts(e: Emitter, index: int, node: Node) -> None:
         taken.append(e.arena.take(chosen * ld * element_bytes))
         return f"Rows<{e.elem}>{{buf<{e.elem}>(c, {taken[-1]}), {ld}}}"
 
-    of = f"ExpertRows<{experts}>(buf<int32_t>(c, {numbers}))"
+    lists = f"ExpertRows<{experts}>(buf<int32_t>(c, {numbers}))"
     gathered, hidden = pairs(width), pairs(ffn)
     gate_up_kinds, gate_up = e.matrix("experts_swiglu", gate, up)
     down_kinds, last = e.matrix("experts", down)
     for call in (
-        f"list_experts<{experts}, {chosen}>(tid, {rows}, {weights}, {of})",
-        f"gather_experts<{e.elem}, {width}>(c, tid, {of}, {source}, {gathered})",
-        f"experts_swiglu<{gate_up_kinds}, {width}, {ffn}>(c, tid, {of}, {gathered}, {gate_up}, {hidden})",
-        f"experts_down<{down_kinds}, {ffn}, {width}>(c, tid, {rows}, {of}, {weights}, {hidden}, {last}, {out})",
+        f"list_experts<{experts}, {chosen}>(tid, {rows}, {weights}, {lists})",
+        f"gather_experts<{e.elem}, {width}>(c, tid, {lists}, {source}, {gathered})",
+        f"experts_swiglu<{gate_up_kinds}, {width}, {ffn}>(c, tid, {lists}, {gathered}, {gate_up}, {hidden})",
+        f"experts_down<{down_kinds}, {ffn}, {width}>(c, tid, {rows}, {lists}, {weights}, {hidden}, {last}, {out})",
     ):
         e.call(call, row_local=False)
     for buffer in taken:

@@ -1,4 +1,4 @@
-"""What turns a node into template calls, by the kernel key of its record: every other file of this folder.
+"""The emitters, which turn a node into template calls, by the kernel key of its record: every other file here.
 
 A file is found by its presence. It sets ``EMITTERS``, kernel key -> function; and ``HEADER``, if entry.h does not
 include their templates: a file of templates/cpu, included by programs that use one of these keys.

@@ -1,7 +1,6 @@
-"""How the CPU programs store each weight format: every other file of this folder, found by its presence.
+"""How CPU programs store each weight format: every other file of this folder, found by its presence.
 
 The C++ half is templates/cpu/weights/NAME.h: ``fs::weights::NAME``, which expands a tile (templates/cpu/expand.h).
-Registers none itself.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def cpu_formats() -> Mapping[str, CpuFormat]:
 
     files = [module.name for module in pkgutil.iter_modules(package.__path__) if module.name != "registry"]
     formats = [importlib.import_module(f"{package.__name__}.{file}").FORMAT for file in files]
-    return {each.name: each for each in sorted(formats, key=lambda each: each.name)}
+    return {stored.name: stored for stored in sorted(formats, key=lambda stored: stored.name)}
 
 
 def cpu_format(stored: WeightFormat) -> CpuFormat:

@@ -1,7 +1,7 @@
 """Random cases of tree attention and a float64 reference for them: how the generated kernels are checked.
 
 Shape letters as in launch.py. Used by the tests (Triton's interpreter) and by the check on a GPU. Owns cases,
-inputs, reference and tolerances; it launches through launch.py like everybody else.
+inputs, reference and tolerances; it launches through launch.py like everything else.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RequestRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A step to check. ``split_keys`` small makes several splits of a short context."""
+class AttentionCase:
+    """A step to check."""
 
     name: str
     heads: int
@@ -49,7 +49,7 @@ class Case:
     mode: str = "tree_verify"
     mask_words: int = 1
     row_tile: int = 16
-    split_keys: int = 512
+    split_keys: int = 512  # a small number cuts a short context into several splits
     padding_tiles: int = 0
 
     @property
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def from_source(self) -> bool:
-        """All dtypes, large and small tiles: a part, for Triton compiles what it launches once more."""
+        """A subset with all dtypes, large and small tiles: Triton compiles again what it launches."""
         return self.head_dim == 128 or self in edge_cases()
 
     def error(self, kernels: Kernels, device: str) -> float:
@@ -108,7 +108,7 @@ def _ancestors(request: RequestRows, words: int, rng: np.random.Generator) -> ND
     return table
 
 
-def make_inputs(case: Case, seed: int, device: str) -> AttentionInputs:
+def make_inputs(case: AttentionCase, seed: int, device: str) -> AttentionInputs:
     """Random inputs of a case: unit normal q, K and V, shuffled pages, and NaN in every slot no row may read."""
     import torch
 
@@ -146,7 +146,7 @@ def make_inputs(case: Case, seed: int, device: str) -> AttentionInputs:
 
 
 def reference(inputs: AttentionInputs, scale: float) -> torch.Tensor:
-    """Attention [T, H, D] in float64 on the CPU, one row after the other."""
+    """Attention [T, H, D] in float64 on the CPU, row by row."""
     import torch
 
     q, k, v = (t.double().cpu() for t in (inputs.q_THD, inputs.k_cache, inputs.v_cache))
@@ -170,23 +170,23 @@ def reference(inputs: AttentionInputs, scale: float) -> torch.Tensor:
     return out
 
 
-def run_case(case: Case, kernels: Kernels, inputs: AttentionInputs, device: str) -> torch.Tensor:
+def run_case(case: AttentionCase, kernels: Kernels, inputs: AttentionInputs, device: str) -> torch.Tensor:
     """Launch the kernels on the inputs of a case; returns [T, H, D] in the case's dtype."""
     count = len(row_tiles(inputs.starts_R1, case.variant().tokens_per_tile))
     tables = step_tables(
         case.variant(), inputs.page_table_RB, inputs.starts_R1, inputs.contexts_R, inputs.causal_R,
         inputs.ancestors_TW, device, split_keys=case.split_keys, pad_tiles_to=count + case.padding_tiles,
     )  # fmt: skip
-    # The order of tiles means nothing. Backwards, a tile that wrote a row of the next one would be seen.
+    # The order of tiles must not matter. Reversed, it exposes a tile that writes a row of the next one.
     tables = replace(tables, tiles_N2=tables.tiles_N2.flip(0).contiguous())
     return tree_attention(kernels, inputs.q_THD, inputs.k_cache, inputs.v_cache, tables, scale_of(case))
 
 
-def scale_of(case: Case) -> float:
+def scale_of(case: AttentionCase) -> float:
     return 1.0 / math.sqrt(case.head_dim)
 
 
-def error_of(case: Case, kernels: Kernels, device: str, seed: int = 0) -> float:
+def error_of(case: AttentionCase, kernels: Kernels, device: str, seed: int = 0) -> float:
     """Largest absolute difference between the kernels and float64; infinity for NaN."""
     inputs = make_inputs(case, seed, device)
     got = run_case(case, kernels, inputs, device).double().cpu()
@@ -194,7 +194,7 @@ def error_of(case: Case, kernels: Kernels, device: str, seed: int = 0) -> float:
     return error if error == error else float("inf")
 
 
-def same_bits(case: Case, kernels: Kernels, device: str, seed: int = 0) -> dict[str, bool]:
+def same_bits(case: AttentionCase, kernels: Kernels, device: str, seed: int = 0) -> dict[str, bool]:
     """Whether the rows of each request keep their bits when the request is alone and when its last rows are gone.
 
     Alone, a request is tiled apart from its neighbours and may need fewer splits, or no merge.
@@ -219,29 +219,29 @@ def same_bits(case: Case, kernels: Kernels, device: str, seed: int = 0) -> dict[
     return same
 
 
-def bit_case() -> Case:
-    """Requests of unlike lengths for ``same_bits``: one needs several splits only because of another."""
+def bit_case() -> AttentionCase:
+    """Requests of different lengths for ``same_bits``: one needs several splits only because of another."""
     requests = (RequestRows("tree", 40, 9), RequestRows("causal", 150, 3), RequestRows("star", 64, 5))
-    return Case("rows", 2, 1, 32, requests, split_keys=64)
+    return AttentionCase("rows", 2, 1, 32, requests, split_keys=64)
 
 
-def covering_cases() -> tuple[Case, ...]:
+def covering_cases() -> tuple[AttentionCase, ...]:
     """Every head dim, group, mask width and kind of request, each with every dtype; 1 to 4 splits."""
     mixed = (RequestRows("tree", 100, 7), RequestRows("causal", 33, 5), RequestRows("star", 63, 4))
     deep = (RequestRows("tree", 70, 12), RequestRows("chain", 0, 3))
     shapes = (
-        Case("d32 mha", 2, 2, 32, (RequestRows("tree", 0, 20), RequestRows("causal", 64, 1))),
-        Case("d64 group 3", 9, 3, 64, mixed, split_keys=64),
-        Case("d80", 2, 2, 80, deep, split_keys=64),
-        Case("d96 group 4", 4, 1, 96, mixed, row_tile=32),
-        Case("d128 group 4", 8, 2, 128, deep, row_tile=64, padding_tiles=2),
-        Case("d128 group 7", 7, 1, 128, mixed, row_tile=64, split_keys=128),
-        Case("d192 group 2", 2, 1, 192, deep),
-        Case("d256", 2, 2, 256, (RequestRows("tree", 31, 6),), split_keys=64),
-        Case(
+        AttentionCase("d32 mha", 2, 2, 32, (RequestRows("tree", 0, 20), RequestRows("causal", 64, 1))),
+        AttentionCase("d64 group 3", 9, 3, 64, mixed, split_keys=64),
+        AttentionCase("d80", 2, 2, 80, deep, split_keys=64),
+        AttentionCase("d96 group 4", 4, 1, 96, mixed, row_tile=32),
+        AttentionCase("d128 group 4", 8, 2, 128, deep, row_tile=64, padding_tiles=2),
+        AttentionCase("d128 group 7", 7, 1, 128, mixed, row_tile=64, split_keys=128),
+        AttentionCase("d192 group 2", 2, 1, 192, deep),
+        AttentionCase("d256", 2, 2, 256, (RequestRows("tree", 31, 6),), split_keys=64),
+        AttentionCase(
             "incremental", 6, 2, 64, (RequestRows("causal", 95, 1), RequestRows("forest", 40, 14)), mode="incremental"
         ),
-        Case(
+        AttentionCase(
             "two words",
             4,
             1,
@@ -250,27 +250,31 @@ def covering_cases() -> tuple[Case, ...]:
             mask_words=2,
             row_tile=64,
         ),
-        Case("four words", 2, 1, 32, (RequestRows("tree", 5, 200),), mask_words=4, row_tile=64, split_keys=64),
+        AttentionCase("four words", 2, 1, 32, (RequestRows("tree", 5, 200),), mask_words=4, row_tile=64, split_keys=64),
     )
     exact = tuple(replace(case, row_tile=16) if case.head_dim > 64 else case for case in shapes)  # see row_tile_for
     typed = ((exact, DType.F32), (shapes, DType.F16), (shapes, DType.BF16))
     return tuple(replace(case, dtype=dtype) for cases, dtype in typed for case in cases)
 
 
-def edge_cases() -> tuple[Case, ...]:
+def edge_cases() -> tuple[AttentionCase, ...]:
     """Float32 cases at the edges: one row, empty prefix, page, block, split and word boundaries, long chains."""
     one = [RequestRows("tree", context, 1) for context in (0, 31, 32, 63, 64, 65)]
     return (
-        Case("one node at page and block edges", 2, 1, 32, tuple(one), split_keys=64),
-        Case("tree across a page edge", 2, 1, 32, (RequestRows("tree", 30, 6), RequestRows("star", 62, 9))),
-        Case("full word", 2, 2, 32, (RequestRows("chain", 40, 64), RequestRows("star", 1, 64)), row_tile=64),
-        Case("node 64 opens the second word", 1, 1, 32, (RequestRows("tree", 0, 65),), mask_words=2, row_tile=64),
-        Case("chain as bits", 2, 1, 64, (RequestRows("chain", 17, 9),)),
-        Case("prefill beyond the mask words", 2, 1, 32, (RequestRows("causal", 0, 150),), row_tile=64, split_keys=64),
-        Case(
+        AttentionCase("one node at page and block edges", 2, 1, 32, tuple(one), split_keys=64),
+        AttentionCase("tree across a page edge", 2, 1, 32, (RequestRows("tree", 30, 6), RequestRows("star", 62, 9))),
+        AttentionCase("full word", 2, 2, 32, (RequestRows("chain", 40, 64), RequestRows("star", 1, 64)), row_tile=64),
+        AttentionCase(
+            "node 64 opens the second word", 1, 1, 32, (RequestRows("tree", 0, 65),), mask_words=2, row_tile=64
+        ),
+        AttentionCase("chain as bits", 2, 1, 64, (RequestRows("chain", 17, 9),)),
+        AttentionCase(
+            "prefill beyond the mask words", 2, 1, 32, (RequestRows("causal", 0, 150),), row_tile=64, split_keys=64
+        ),
+        AttentionCase(
             "prefill behind a prefix", 2, 1, 32, (RequestRows("causal", 90, 70), RequestRows("tree", 5, 3)), row_tile=64
         ),
-        Case(
+        AttentionCase(
             "short request in a long step",
             2,
             1,
@@ -278,13 +282,13 @@ def edge_cases() -> tuple[Case, ...]:
             (RequestRows("tree", 2, 2), RequestRows("causal", 250, 1)),
             split_keys=64,
         ),
-        Case("context ends with a split", 2, 1, 32, (RequestRows("star", 128, 5),), split_keys=64),
-        Case("only padding beside one row", 2, 1, 32, (RequestRows("causal", 3, 1),), padding_tiles=3),
+        AttentionCase("context ends with a split", 2, 1, 32, (RequestRows("star", 128, 5),), split_keys=64),
+        AttentionCase("only padding beside one row", 2, 1, 32, (RequestRows("causal", 3, 1),), padding_tiles=3),
     )
 
 
-def check_cases(interpreted: bool) -> tuple[Case, ...]:
-    """The cases of a check; in the interpreter some: it is slow, and computes bf16 wrongly."""
+def check_cases(interpreted: bool) -> tuple[AttentionCase, ...]:
+    """The cases of a check; only some in the interpreter, which is slow and computes bf16 wrongly."""
     if interpreted:
         return tuple(case for case in covering_cases() if case.dtype is DType.F32)
     return covering_cases() + edge_cases()

@@ -28,7 +28,7 @@ SPLIT_KEYS = 512  # keys one program folds; fixed, so that a row's order of summ
 
 @dataclass(frozen=True, slots=True)
 class StepTables:
-    """What ``attend`` reads beside q, K and V: made once a step, used by every layer."""
+    """What ``attend`` reads besides q, K and V: built once per step, used by every layer."""
 
     page_table_RB: torch.Tensor
     starts_R1: torch.Tensor

@@ -1,7 +1,7 @@
 """What the generated attention kernels are specialised for, how they are tiled, and their arguments.
 
 Shape letters: T rows of the step, R requests, H query heads, G kv heads, D head dim, B pages of a request, P pages of
-the pool, W ancestor words. Owns plain data only, and how it follows from a graph: no Triton, no torch.
+the pool, W ancestor words. Plain data, and how it follows from a graph: no Triton, no torch.
 """
 
 from __future__ import annotations
@@ -67,15 +67,13 @@ class AttentionVariant:
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How a variant is tiled: keys per block, warps, pipeline stages, and whether the prefix has its own loop.
+    """How a variant is tiled."""
 
-    ``two_loops`` keeps the mask out of the prefix loop at the price of twice the code; on a variant that is short of
-    registers the single masked loop may be the one that does not spill.
-    """
-
-    block_keys: int
+    block_keys: int  # keys per block
     warps: int
-    stages: int
+    stages: int  # of the pipeline
+    # A loop of its own for the prefix keeps the mask out of it at the price of twice the code. On a variant that is
+    # short of registers the single masked loop may be the one that does not spill.
     two_loops: bool = True
 
     @property
@@ -85,17 +83,14 @@ class TileConfig:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Attention of one model as one rank runs it: what an artifact is compiled for.
-
-    ``max_tree_tokens`` is the most rows a request that is not causal can have in a step.
-    """
+    """Attention of one model as one rank runs it: what an artifact is compiled for."""
 
     mode: str
     heads: int
     kv_heads: int
     head_dim: int
     dtype: DType
-    max_tree_tokens: int
+    max_tree_tokens: int  # most rows in a step of a request that is not causal
 
     def variant(self) -> AttentionVariant:
         """The kernel variant that serves this shape. Raises CompileError when none does."""
@@ -154,7 +149,7 @@ _CONFIGS = (
 
 
 def candidate_configs(variant: AttentionVariant, target: Target) -> tuple[TileConfig, ...]:
-    """Tile configurations to try in order; those that can be told to spill are left out."""
+    """Tile configurations to try in order; those known to spill are left out."""
     del target  # the same order for all targets so far; the budget check sorts them out
     narrow = tuple(config for config in _CONFIGS if config.block_keys <= 32)
     if variant.dtype is DType.F32:  # blocks twice as wide in bytes, and products unrolled over the threads
@@ -193,7 +188,7 @@ def _is_power_of_two(n: int) -> bool:
 
 
 def template_values(variant: AttentionVariant, config: TileConfig) -> dict[str, object]:
-    """What the template reads beside variant and configuration."""
+    """What the template reads besides variant and configuration."""
     del config
     title = {
         "tree_verify": "Tree attention of an LLM's verify step over a paged KV cache",

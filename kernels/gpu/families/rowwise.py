@@ -20,7 +20,7 @@ from flexspec.types import DType, TensorType
 if TYPE_CHECKING:
     import torch
 
-ALIGNMENT_BYTES = 16  # of the pointers that binaries are promised
+ALIGNMENT_BYTES = 16  # of pointers, which the binaries assume
 # Largest difference from float64 by dtype, as a share of results above 1: the last place of the result, which Triton's
 # interpreter rounds towards zero in bf16; in f32 a few places, for the exponential function.
 TOLERANCE = {DType.F32: 1e-5, DType.F16: 1e-3, DType.BF16: 8e-3}
@@ -45,7 +45,7 @@ class RowwiseVariant:
 
     @property
     def name(self) -> str:
-        """The expression stands in it by its hash: one operator may occur with several values of its attributes."""
+        """Contains a hash of the expression: one operator may occur with several values of its attributes."""
         digest = hashlib.sha256(self.expression.encode()).hexdigest()[:8]
         return f"rowwise_{self.op}_{digest}_{self.dtype.value}"
 
@@ -157,13 +157,13 @@ def launch(kernels: Kernels, operands: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _aligned(operand: torch.Tensor) -> torch.Tensor:
-    """Contiguous, and at an address as the binaries were promised: a view may begin anywhere."""
+    """Contiguous, and aligned as the binaries assume: a view may begin anywhere."""
     operand = operand.contiguous()
     return operand if operand.data_ptr() % ALIGNMENT_BYTES == 0 else operand.clone()
 
 
 def check_cases(interpreted: bool) -> tuple[RowwiseCase, ...]:
-    """Every operator of the family; in float32 alone where Triton's interpreter computes."""
+    """Every operator of the family; only in float32 under Triton's interpreter."""
     ops = [name for name, record in all_records().items() if record.kernel.triton == RowwiseVariant.family]
     dtypes = (DType.F32,) if interpreted else tuple(TOLERANCE)
     return tuple(RowwiseCase(op, dtype) for op in ops for dtype in dtypes)

@@ -94,7 +94,7 @@ def test_package_without_the_target_or_with_a_damaged_file_is_refused(
         read_packaged(SMALL, "sm_90", files.__getitem__)
 
 
-def _fake(job: triton_aot._Job, spill: int, shared: int) -> CompiledVariant:
+def _fake(job: triton_aot._CompileJob, spill: int, shared: int) -> CompiledVariant:
     attend = CompiledKernel(b"", {"entry": "attend"}, Resources(255, spill, shared))
     merge = CompiledKernel(b"", {"entry": "merge"}, Resources(32, 0, 0))
     return CompiledVariant(job.variant, job.config, job.target, "0", job.source, {"attend": attend, "merge": merge})

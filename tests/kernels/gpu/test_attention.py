@@ -11,7 +11,7 @@ from interpreted import interpreted
 
 from flexspec.kernels.gpu.attention.check import (
     TOLERANCE,
-    Case,
+    AttentionCase,
     RequestRows,
     bit_case,
     covering_cases,
@@ -46,7 +46,7 @@ def errors() -> Any:
 
 @pytest.mark.slow(reason="every variant in Triton's interpreter")
 @pytest.mark.parametrize("case", covering_cases() + edge_cases() + ONE_LOOP, ids=lambda case: case.label)
-def test_kernels_agree_with_float64(case: Case, errors: dict[str, float]) -> None:
+def test_kernels_agree_with_float64(case: AttentionCase, errors: dict[str, float]) -> None:
     assert errors[case.label] <= case.limit
 
 
@@ -62,7 +62,7 @@ def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it() -> None:
 
 
 def test_reference_sees_one_wrong_bit_and_the_tolerance_is_far_below_it() -> None:
-    case = Case("negative", 2, 1, 32, (RequestRows("tree", 5, 6),))
+    case = AttentionCase("negative", 2, 1, 32, (RequestRows("tree", 5, 6),))
     inputs = make_inputs(case, 1, "cpu")
     flipped = inputs.ancestors_TW.copy()
     flipped[4, 0] ^= np.uint64(1)  # node 4 loses its root

@@ -32,16 +32,16 @@ def test_a_field_that_differs_is_named(name: str) -> None:
     other = replace(SIDE, **{name: value})
     with pytest.raises(ArtifactError) as caught:
         check_agreement([side.encode() for side in (SIDE, SIDE, other, SIDE)])
-    assert caught.value.found.startswith(f"rank 2 has another {words}")
+    assert caught.value.found.startswith(f"rank 2 has a different {words}")
 
 
 def test_the_version_is_named_before_what_follows_from_it() -> None:
     other = replace(SIDE, version="9.9.9", artifact="cd" * 32, pages=1)
-    with pytest.raises(ArtifactError, match=r"rank 1 has another flexspec version \(9\.9\.9\)"):
+    with pytest.raises(ArtifactError, match=r"rank 1 has a different flexspec version \(9\.9\.9\)"):
         check_agreement([SIDE.encode(), other.encode()])
 
 
 @pytest.mark.parametrize("side", [b"", b"\xff\xfe", b"[1]", b'{"protocol": 2}'])
 def test_what_another_version_may_send_is_no_crash(side: bytes) -> None:
-    with pytest.raises(ArtifactError, match=r"rank 1 has another flexspec version \(nothing\)"):
+    with pytest.raises(ArtifactError, match=r"rank 1 has a different flexspec version \(nothing\)"):
         check_agreement([SIDE.encode(), side])

@@ -79,7 +79,7 @@ def test_rank_0_answers_and_all_end_with_its_input(module: str) -> None:
         ({"fails": "1"}, 60, "what rank 1 said last"),
         ({"fails": "0"}, 60, "what rank 0 said last"),
         ({"says": "no torch"}, 60, "no torch"),  # said by both, told once
-        ({"hangs": "1"}, 0.0, "no end within 0 s"),
+        ({"hangs": "1"}, 0.0, "not finished within 0 s"),
     ],
 )
 def test_a_rank_that_fails_is_told_by_its_last_line(

@@ -12,7 +12,7 @@ from flexspec.runtime.drafters.budget import (
     MAX_RETRY_ROUNDS,
     RETRY_ROUNDS,
     WINDOW_ROUNDS,
-    SpeculationWatch,
+    SpeculationSwitch,
     StepCost,
     choose_budget,
 )
@@ -62,13 +62,13 @@ def test_the_promising_request_gets_the_rows() -> None:
     assert choose_budget([[0.9, 0.8], [0.1, 0.1]], steep).nodes == (2, 0)
 
 
-def run_rounds(watch: SpeculationWatch, rounds: int, tokens: int, seconds: float = 1.0, requests: int = 1) -> None:
+def run_rounds(watch: SpeculationSwitch, rounds: int, tokens: int, seconds: float = 1.0, requests: int = 1) -> None:
     for _ in range(rounds):
         watch.record_round(requests, tokens, seconds)
 
 
 def test_too_few_tokens_for_a_whole_window_switch_it_off() -> None:
-    watch = SpeculationWatch()
+    watch = SpeculationSwitch()
     run_rounds(watch, WINDOW_ROUNDS - 1, 1)
     assert watch.enabled
     run_rounds(watch, 1, 1)
@@ -76,7 +76,7 @@ def test_too_few_tokens_for_a_whole_window_switch_it_off() -> None:
 
 
 def test_the_ratio_is_pooled_over_requests() -> None:
-    watch = SpeculationWatch()
+    watch = SpeculationSwitch()
     for _ in range(WINDOW_ROUNDS // 20):
         watch.record_round(10, 10, 1.0)
         watch.record_round(10, 11, 1.0)  # 1.05 in all
@@ -88,7 +88,7 @@ def test_the_ratio_is_pooled_over_requests() -> None:
 
 
 def test_measured_times_switch_it_off_although_tokens_come() -> None:
-    watch = SpeculationWatch()
+    watch = SpeculationSwitch()
     watch.record_plain(1, 1.0)
     run_rounds(watch, WINDOW_ROUNDS, 2, seconds=1.9)
     assert watch.enabled
@@ -97,7 +97,7 @@ def test_measured_times_switch_it_off_although_tokens_come() -> None:
 
 
 def test_it_comes_back_and_waits_longer_each_time_it_fails() -> None:
-    watch = SpeculationWatch()
+    watch = SpeculationSwitch()
     waits = []
     for _ in range(8):
         run_rounds(watch, WINDOW_ROUNDS, 1)

@@ -132,7 +132,7 @@ def test_a_stop_string_cut_at_every_token_edge(stop, before) -> None:
             committed = commit(seq, [0, 1, 2])
             assert (committed.text, committed.finish_reason) == ("-" * before, "stop")
             ends = next(n for n in (1, 2, 3) if before + len(stop) <= len("".join(words[:n])))
-            assert committed.kept == seq.stats.completion_tokens == ends
+            assert committed.count == seq.stats.completion_tokens == ends
 
 
 def test_text_waits_only_while_it_may_become_a_stop_string() -> None:

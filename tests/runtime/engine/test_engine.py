@@ -223,7 +223,7 @@ class TestCounters:
 
 
 def step_until(made: Made, *, enabled: bool) -> None:
-    while made.engine.watch.enabled is not enabled:
+    while made.engine.speculation.enabled is not enabled:
         assert made.engine.step()
 
 
@@ -246,12 +246,12 @@ class TestScheduling:
     ) -> None:
         monkeypatch.setattr(budget, "WINDOW_ROUNDS", 100)
         made = make_engine(models.llm, "chain:2/sources=ssm", {"ssm": models.ssm})
-        made.engine.watch._retry_rounds = 60
+        made.engine.speculation._retry_rounds = 60
         told = [made.submit([i, 7], SamplingParams(max_tokens=60))[1] for i in range(10)]
         step_until(made, enabled=False)
         steps = made.ssms[0].counts["steps"]
         made.engine.step()
-        assert made.ssms[0].counts["steps"] == steps and "tokens a round" in made.engine.watch.reason
+        assert made.ssms[0].counts["steps"] == steps and "tokens a round" in made.engine.speculation.reason
         step_until(made, enabled=True)
         made.engine.step()
         assert made.ssms[0].counts["steps"] > steps

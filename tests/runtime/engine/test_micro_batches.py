@@ -20,7 +20,7 @@ from flexspec.runtime.drafters.suffix import SuffixDrafter
 from flexspec.runtime.engine.engine import Engine
 from flexspec.runtime.engine.micro_batches import MicroBatches
 from flexspec.runtime.engine.round import Round
-from flexspec.runtime.engine.scheduler import Limits, Running
+from flexspec.runtime.engine.scheduler import EngineLimits, Running
 from flexspec.runtime.executors.step import Executor
 from flexspec.sampling import SamplingParams
 
@@ -39,7 +39,7 @@ def make(
         posts = [Courier(DraftHost([local]))]
         drafter = RemoteDrafter("ssm", posts, None, reads_features=False, clock=time.perf_counter)
     planned = PlannedDrafter(ladder, [SuffixDrafter(), drafter])
-    engine = Engine(llm, planned, Letters, (), Limits(200, 16), None, count)
+    engine = Engine(llm, planned, Letters, (), EngineLimits(200, 16), None, count)
     return Made(engine, [] if distant else [local])
 
 
