@@ -38,7 +38,7 @@ class CpuExecutor:
         self.max_rows = max_rows
         self.pages = pages
         self.threads = threads
-        positions = pages * PAGE_TOKENS  # none lies behind the pool's last slot
+        positions = pages * PAGE_TOKENS  # none is beyond the pool's last slot
         self._library = CpuLibrary(
             library, weights, threads=threads, max_rows=max_rows, pages=pages, max_positions=positions
         )
@@ -63,7 +63,7 @@ class CpuExecutor:
         return cls(library, packed, pages=pages, max_rows=max_rows, threads=threads)
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
-        """Run one step. Raises EngineError for rows, tokens or positions that the program has no room for."""
+        """Run one step. Raises EngineError for rows, tokens or positions beyond the program's limits."""
         began = time.monotonic_ns()
         self._check(batch)
         result = StepResult.room_for(
@@ -76,7 +76,7 @@ class CpuExecutor:
         return result
 
     def keep_times(self, nodes: int) -> StepTimes:
-        """When all steps from now on, and the program's ``nodes`` nodes, begin and end.
+        """Record when all steps from now on, and the program's ``nodes`` nodes, begin and end.
 
         Raises ArtifactError for a program that has no clock.
         """

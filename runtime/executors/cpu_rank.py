@@ -1,6 +1,6 @@
 """One rank of a partitioned model on the generated CPU backend: its program, its weights, its part of the KV pool.
 
-Whoever runs the ranks hands in ``meet``, which does an exchange with the others: in threads of one process
+The caller passes ``meet``, which does an exchange with the other ranks: in threads of one process
 (reference/threads.py), or by messages between processes.
 """
 
@@ -28,7 +28,7 @@ from flexspec.runtime.executors.step_rules import check_finite, program_arrays
 from flexspec.runtime.executors.step_times import StepTimes
 from flexspec.types import PAGE_TOKENS
 
-Meet = Callable[[int, Node, Rows | None], Rows]  # (rank, exchange, rows [n, columns] to give) -> rows that it gets
+Meet = Callable[[int, Node, Rows | None], Rows]  # (rank, exchange, rows [n, columns] to send) -> rows received
 
 
 class CpuRank:
@@ -57,10 +57,10 @@ class CpuRank:
         max_rows: int = STEP_ROWS,
         threads: int = 1,
     ) -> CpuRank:
-        """From a lowered graph whose program and packed weights are there already. Raises ArtifactError too."""
-        made = cls.__new__(cls)
-        made._open(rank, graph, library, packed, pages, max_rows, threads)
-        return made
+        """From a lowered graph whose program is built and whose weights are packed. Raises ArtifactError too."""
+        instance = cls.__new__(cls)
+        instance._open(rank, graph, library, packed, pages, max_rows, threads)
+        return instance
 
     def _open(
         self,
@@ -82,7 +82,7 @@ class CpuRank:
         self._times: StepTimes | None = None
 
     def keep_times(self) -> StepTimes:
-        """When all steps from now on, and their nodes, begin and end. The graph's nodes are those of ``split_logits``.
+        """Record when all steps from now on, and their nodes (of ``split_logits``), begin and end.
 
         Raises ArtifactError for a program that has no clock.
         """
@@ -92,7 +92,7 @@ class CpuRank:
     def step(
         self, batch: StepBatch, meet: Meet, *, want_logits: bool = True, want_features: bool = True
     ) -> StepResult | None:
-        """One step; None from a rank that is not in the last stage, the same from all that are. All must want the same.
+        """One step; None from ranks before the last stage, the same from all others. All ranks pass the same flags.
 
         Raises what ``meet`` raises, and EngineError for logits that are not finite.
         """
@@ -111,8 +111,8 @@ class CpuRank:
 
         def on_exchange(index: int, source: Rows | None, target: Rows | None) -> None:
             node = self._graph.nodes[index]
-            given = None if source is None else source[:, : self._columns(node.inputs[0])]
-            result = meet(self.rank, node, given)
+            operand = None if source is None else source[:, : self._columns(node.inputs[0])]
+            result = meet(self.rank, node, operand)
             if target is not None:
                 target[:, : _columns_of(node.outputs[0])] = result
 
@@ -126,23 +126,23 @@ class CpuRank:
             return None
         if self._join is not None:
             assert result.logits_LV is not None
-            whole = self._joined(self._join, meet, result.argmax_L, result.logits_LV, want_logits)
-            result = StepResult(*whole, result.features_TE)
+            argmax_L, logits_LV = self._joined(self._join, meet, result.argmax_L, result.logits_LV, want_logits)
+            result = StepResult(argmax_L, logits_LV, result.features_TE)
         check_finite(result.argmax_L)
         return result
 
     def _joined(
-        self, join: Node, meet: Meet, argmax_L: NDArray[np.int32], own_LV: Rows, want_logits: bool
+        self, join: Node, meet: Meet, argmax_L: NDArray[np.int32], share_LV: Rows, want_logits: bool
     ) -> tuple[NDArray[np.int32], Rows | None]:
-        """Argmax over the whole vocabulary, and whole logits when asked; if not, only the best of each rank travel."""
+        """Argmax over the whole vocabulary, and all logits if wanted; else ranks exchange only their best value."""
         if want_logits:
-            whole = meet(self.rank, join, own_LV)
-            return _best(whole), whole
+            logits_LV = meet(self.rank, join, share_LV)
+            return _best(logits_LV), logits_LV
         attrs = dict(join.attrs)
         sizes, part = attrs["sizes"], attrs["part"]
         assert isinstance(sizes, tuple) and isinstance(part, int)
         lost = argmax_L < 0  # nothing finite in this rank's share
-        value_L = np.take_along_axis(own_LV, np.maximum(argmax_L, 0)[:, None], 1)[:, 0]
+        value_L = np.take_along_axis(share_LV, np.maximum(argmax_L, 0)[:, None], 1)[:, 0]
         pairs = np.stack([np.where(lost, -np.inf, value_L), np.where(lost, -1, argmax_L + int(sum(sizes[:part])))], 1)
         together = meet(self.rank, _pair_join(join, len(sizes)), pairs.astype(np.float32))
         # Ranks hold the vocabulary in order, and the first of equal values is taken: the lowest index wins.
@@ -161,10 +161,10 @@ class CpuRank:
 
 
 def _best(logits_LV: Rows) -> NDArray[np.int32]:
-    """Argmax as the programs take it: the lowest index wins, -1 where nothing is finite."""
+    """Argmax as the programs compute it: the lowest index wins, -1 where nothing is finite."""
     shown = np.where(np.isnan(logits_LV), -np.inf, logits_LV)
-    found: NDArray[np.int32] = np.where(shown.max(-1) > -np.inf, shown.argmax(-1), -1).astype(np.int32)
-    return found
+    argmax_L: NDArray[np.int32] = np.where(shown.max(-1) > -np.inf, shown.argmax(-1), -1).astype(np.int32)
+    return argmax_L
 
 
 def _pair_join(join: Node, ranks: int) -> Node:

@@ -27,39 +27,36 @@ class PageAllocator:
     def free_pages(self) -> int:
         return len(self._free)
 
-    def grow(self, held: list[int], slots: int) -> bool:
-        """Extend ``held`` until it covers ``slots`` cache slots; False, and nothing taken, when the pool is short."""
-        missing = pages_of(slots) - len(held)
+    def grow(self, pages: list[int], slots: int) -> bool:
+        """Extend ``pages`` until they cover ``slots`` cache slots; False, without change, when the pool is short."""
+        missing = pages_of(slots) - len(pages)
         if missing > len(self._free):
             return False
         for _ in range(missing):
-            held.append(self._free.pop())
+            pages.append(self._free.pop())
         return True
 
-    def release(self, held: list[int]) -> None:
-        """Give all of ``held`` back and empty it."""
-        self._free.extend(reversed(held))
-        held.clear()
+    def release(self, pages: list[int]) -> None:
+        """Free all of ``pages`` and empty the list."""
+        self._free.extend(reversed(pages))
+        pages.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """One request's rows of a step. ``bits`` None: a causal chain; else ancestor-or-self bits local to the group.
-
-    ``logit_rows`` are local too; ``features`` has a row for each id, or is None for a model that reads none.
-    """
+    """One request's rows of a step."""
 
     ids: Sequence[int]
     positions: Sequence[int]
-    context: int
+    context: int  # committed tokens in the cache
     pages: Sequence[int]
-    logit_rows: Sequence[int]
-    bits: Sequence[int] | None = None
-    features: Sequence[NDArray[np.float32]] | None = None
+    logit_rows: Sequence[int]  # local to the group
+    bits: Sequence[int] | None = None  # ancestor-or-self bits, local to the group; None: a causal chain
+    features: Sequence[NDArray[np.float32]] | None = None  # a row for each id; None for a model that reads none
 
 
 def pack_rows(groups: Sequence[RowGroup]) -> StepBatch:
-    """One StepBatch of all groups, in order. At least one logit row is asked for: a step without any means nothing."""
+    """One StepBatch of all groups, in order. It has at least one logit row: a step without any is meaningless."""
     starts = np.zeros(len(groups) + 1, np.int32)
     np.cumsum([len(group.ids) for group in groups], out=starts[1:])
     page_table = np.zeros((len(groups), max(len(group.pages) for group in groups)), np.int32)

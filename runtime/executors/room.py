@@ -1,4 +1,4 @@
-"""How much a step and a KV pool may hold: what executors are sized by, and what no message between ranks may exceed."""
+"""How much a step and a KV pool may hold: the sizes of executors, and the limits of messages between ranks."""
 
 from __future__ import annotations
 

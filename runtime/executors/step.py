@@ -1,8 +1,8 @@
 """One step of a model: the batch that goes in, the result that comes out, and the executor that runs it.
 
 Shape letters: T rows of the step (tree nodes or prompt tokens of all requests, packed), R requests, B pages of a
-request, W ancestor words, L logit rows, E hidden, V vocab. A row's K/V are written to ``slots_T``; the rows of one
-request sit at consecutive slots behind its committed context (slot of row j = context + j, through the page table).
+request, W ancestor words, L logit rows, E hidden, V vocab. A row's K/V are written to its slot; the rows of one
+request have consecutive slots after its committed context (slot of row j = context + j, through the page table).
 """
 
 from __future__ import annotations
@@ -18,23 +18,17 @@ from flexspec.types import PAGE_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Inputs of one step. All arrays are C-contiguous.
-
-    ``contexts_R[r]`` committed tokens of request r already in the cache; its rows are ``starts_R1[r]:starts_R1[r+1]``.
-    ``page_table_RB`` pool page of each logical page (unused entries 0). ``ancestors_TW`` as TokenTree.ancestors, local
-    to the request; ignored for requests with ``causal_R[r] == 1``, whose rows form a chain (prefill, decode).
-    ``logit_rows_L`` rows whose logits are wanted. ``features_TE`` only for models that read hidden features.
-    """
+    """Inputs of one step. All arrays are C-contiguous."""
 
     ids_T: NDArray[np.int32]
     positions_T: NDArray[np.int32]
-    starts_R1: NDArray[np.int32]
-    contexts_R: NDArray[np.int32]
-    causal_R: NDArray[np.uint8]
-    page_table_RB: NDArray[np.int32]
-    ancestors_TW: NDArray[np.uint64]
-    logit_rows_L: NDArray[np.int32]
-    features_TE: NDArray[np.float32] | None = None
+    starts_R1: NDArray[np.int32]  # rows of request r: starts_R1[r]:starts_R1[r + 1]
+    contexts_R: NDArray[np.int32]  # committed tokens of each request in the cache
+    causal_R: NDArray[np.uint8]  # 1: the request's rows form a chain (prefill, decode)
+    page_table_RB: NDArray[np.int32]  # pool page of each logical page; unused entries are 0
+    ancestors_TW: NDArray[np.uint64]  # as TokenTree.ancestors, local to the request; ignored where it is causal
+    logit_rows_L: NDArray[np.int32]  # rows whose logits are wanted
+    features_TE: NDArray[np.float32] | None = None  # only for models that read hidden features
 
     def slots(self) -> NDArray[np.int32]:
         """Cache slot (page * PAGE_TOKENS + offset) of each row."""
@@ -48,17 +42,17 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``argmax_L`` is always there (lowest index wins a tie); logits when asked; features if the model has them."""
+    """Outputs of one step."""
 
-    argmax_L: NDArray[np.int32]
-    logits_LV: NDArray[np.float32] | None
-    features_TE: NDArray[np.float32] | None
+    argmax_L: NDArray[np.int32]  # the lowest index wins a tie
+    logits_LV: NDArray[np.float32] | None  # if wanted
+    features_TE: NDArray[np.float32] | None  # if wanted, and the model has them
 
     @classmethod
     def room_for(
         cls, batch: StepBatch, outputs: int, feature_columns: int, *, want_logits: bool, want_features: bool
     ) -> StepResult:
-        """Arrays of a step's sizes to be filled; the argmax is -1, which says that a row has no finite logit."""
+        """Arrays to be filled, of the step's sizes; the argmax is -1, which means that a row has no finite logit."""
         wanted, rows = len(batch.logit_rows_L), len(batch.ids_T)
         return cls(
             np.full(wanted, -1, np.int32),
@@ -67,7 +61,7 @@ class StepResult:
         )
 
     def arrays(self) -> list[NDArray[np.generic]]:
-        """What there is, in the order in which it travels between ranks."""
+        """The arrays there are, in the order in which ranks send them."""
         return [array for array in (self.argmax_L, self.logits_LV, self.features_TE) if array is not None]
 
 
@@ -82,7 +76,7 @@ class Executor(Protocol):
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult: ...
 
     def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Indices and softmax probabilities [L, k] of each row's k largest logits, falling, ties to the lower index.
+        """Indices and softmax probabilities [L, k] of each row's k largest logits, descending, ties to the lower index.
 
         A row that is not finite gets probability 0 throughout. ``k`` is at most V.
         """
@@ -97,7 +91,7 @@ class Executor(Protocol):
 
 @runtime_checkable
 class OverlappingExecutor(Executor, Protocol):
-    """An executor that takes steps before the results of earlier ones are there; results come in the order of steps."""
+    """An executor that starts steps before earlier ones have finished; results come in the order of steps."""
 
     # True if ``start`` returns while other ranks still work on the step. False if this rank runs the whole step: then
     # only remote drafting overlaps it.
@@ -106,12 +100,12 @@ class OverlappingExecutor(Executor, Protocol):
     def start(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> None: ...
 
     def finish(self) -> StepResult:
-        """The result of the oldest step that was started and not finished."""
+        """The result of the oldest step that has started and not finished."""
         ...
 
 
 class AtOnce:
-    """Any executor as one that overlaps nothing: a step is run where it starts."""
+    """Makes any executor an OverlappingExecutor that overlaps nothing: ``start`` runs the step."""
 
     returns_early = False
 

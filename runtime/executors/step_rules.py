@@ -1,4 +1,4 @@
-"""What every executor asks of a step and of its results, and a step's arrays as CPU programs take them."""
+"""What every executor checks of a step and of its results, and a step's arrays as CPU programs take them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexspec.runtime.executors.step import StepBatch
 
 
 def check_step(batch: StepBatch, max_rows: int, max_positions: int, id_rows: int) -> None:
-    """Kernels trust their input: what could make them read elsewhere is refused here. Raises EngineError.
+    """Kernels trust their input: refuse what could make them read out of bounds. Raises EngineError.
 
     ``id_rows``: rows of the embedding; ids lie below it.
     """
@@ -30,7 +30,7 @@ def check_step(batch: StepBatch, max_rows: int, max_positions: int, id_rows: int
 
 
 def check_finite(argmax_L: NDArray[np.int32]) -> None:
-    """Programs give -1 where no logit was finite. Raises EngineError."""
+    """Raises EngineError for an argmax of -1, which means that no logit was finite."""
     if len(argmax_L) and int(argmax_L.min()) < 0:
         raise EngineError(
             "logits that are not finite", "finite logits", "check the weights; bf16 may overflow where f32 does not"

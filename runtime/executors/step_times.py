@@ -1,4 +1,4 @@
-"""When the steps of a program began and ended, and each of its nodes: kept step by step for whoever asks.
+"""When the steps of a program, and each of its nodes, began and ended.
 
 All times are nanoseconds of the system's steady clock, which the processes of a host share.
 """
@@ -17,16 +17,16 @@ Clock = Callable[[], float]  # seconds of a steady clock
 
 
 def lower_quartile(values: Sequence[float] | NDArray[np.float64]) -> float:
-    """What a measured time is when the machine is not held up: all that else runs on it only ever adds."""
+    """A measured time on an undisturbed machine: whatever else runs on it only ever adds time."""
     return float(np.percentile(values, 25))
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """``calls_ns``: begin and end of each step as its caller sees it. ``stamps_ns``: as of CpuLibrary.keep_stamps."""
+    """The times of a program's steps."""
 
-    calls_ns: list[tuple[int, int]] = field(default_factory=list)
-    stamps_ns: list[NDArray[np.int64]] = field(default_factory=list)
+    calls_ns: list[tuple[int, int]] = field(default_factory=list)  # begin and end of each step as its caller sees it
+    stamps_ns: list[NDArray[np.int64]] = field(default_factory=list)  # as in CpuLibrary.keep_stamps
     _stamps: NDArray[np.int64] | None = None
 
     @classmethod
@@ -35,7 +35,7 @@ class StepTimes:
         return cls(_stamps=library.keep_stamps(nodes))
 
     def note(self, began_ns: int, ended_ns: int) -> None:
-        """A step has run."""
+        """Record a step that has run."""
         assert self._stamps is not None
         self.calls_ns.append((began_ns, ended_ns))
         self.stamps_ns.append(self._stamps.copy())

@@ -1,4 +1,4 @@
-"""The most likely next tokens of each logits row, in numpy: for executors without a generated kernel for it."""
+"""The most likely next tokens of each logits row, in numpy: for executors without a generated kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def top_successors(logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Indices and softmax probabilities [L, k] of each row's k largest logits, falling, ties to the lower index.
+    """Indices and softmax probabilities [L, k] of each row's k largest logits, descending, ties to the lower index.
 
     ``k`` is at most V. A row without a finite maximum gets probability 0 throughout (a diverged SSM must not stop the
     server). ``k`` argmax sweeps: for the k that trees use they beat a partial sort by two to one.

@@ -35,26 +35,26 @@ Exchange = Callable[[Node, Sequence[torch.Tensor]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Instruction:
-    """One node made ready: the kernels of ``variant`` where its operator has some, else the operator's reference."""
+    """One node, prepared: the kernels of ``variant`` if its operator has some, else the operator's reference."""
 
     node: Node
     attrs: dict[str, Attr]
     reference: Reference
     variant: Variant | None
     run: Run[Any] | None  # of the variant's family
-    dead: tuple[str, ...]  # values nobody reads after it
-    meets: bool  # ranks meet in it
+    dead: tuple[str, ...]  # values that nothing reads after it
+    exchanges: bool  # rows with other ranks
 
 
 class TritonExecutor:
     """Runs any step graph, canonical or lowered, over its own paged pool (see runtime/executors/step.py: Executor).
 
     ``weights`` are arrays by canonical name: float32, or of each weight's dtype as artifacts store them (bfloat16 as
-    uint16 bits). Matrix products are torch's, which reads no other weight format: what a graph stores otherwise is
-    expanded to its dtype, here or when it was packaged (kernels/package/gpu.py). ``compiled`` are kernels compiled
-    ahead of time, by variant: binaries run on NVIDIA GPUs, sources anywhere else; what is missing is compiled at its
-    first use. ``max_tree_tokens`` fixes the row tile and the least number of ancestor words. ``exchange`` meets the
-    other ranks, where the graph is one rank's part.
+    uint16 bits). Matrix products are torch's, which reads no other weight format: other formats are expanded to their
+    dtype, here or when packaged (kernels/package/gpu.py). ``compiled`` are kernels compiled ahead of time, by variant:
+    binaries run on NVIDIA GPUs, sources anywhere else; missing ones are compiled at their first use.
+    ``max_tree_tokens`` fixes the row tile and the least number of ancestor words. ``exchange`` does the exchanges with
+    other ranks, if the graph is one rank's part.
     Raises WeightError for a missing weight or a wrong shape, ToolchainError when the device cannot run the kernels.
     """
 
@@ -101,21 +101,21 @@ class TritonExecutor:
 
     @torch.no_grad()
     def run(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult | None:
-        """As ``step``; None from a rank without logits. Raises what ``exchange`` raises, too."""
+        """As ``step``; None from a rank without logits. Also raises what ``exchange`` raises."""
         assert 0 < len(batch.ids_T) <= self.max_rows, f"{len(batch.ids_T)} rows, at most {self.max_rows}"
         values = self._step_inputs(batch) | self._weights | self._caches
         step = KernelStep(batch, self.device, self._split_keys)
-        for each in self._program:
-            inputs = [values[name] for name in each.node.inputs]
-            if each.run is not None:
-                results = each.run(self._kernels_for, each.variant, each.attrs, inputs, step)
-            elif each.meets:
+        for instruction in self._program:
+            inputs = [values[name] for name in instruction.node.inputs]
+            if instruction.run is not None:
+                results = instruction.run(self._kernels_for, instruction.variant, instruction.attrs, inputs, step)
+            elif instruction.exchanges:
                 assert self._exchange is not None
-                results = (self._exchange(each.node, inputs),)
+                results = (self._exchange(instruction.node, inputs),)
             else:
-                results = each.reference(inputs, each.attrs)
-            values.update((value.name, result) for value, result in zip(each.node.outputs, results, strict=True))
-            for name in each.dead:
+                results = instruction.reference(inputs, instruction.attrs)
+            values.update((value.name, result) for value, result in zip(instruction.node.outputs, results, strict=True))
+            for name in instruction.dead:
                 del values[name]
         if not self._logits:
             return None
@@ -163,7 +163,7 @@ class TritonExecutor:
         return self._kernels[variant]
 
     def _step_inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:
-        """The step's arrays on the device, those the graph declares (fields and inputs have the same names)."""
+        """The step's arrays that the graph declares, on the device (fields and inputs have the same names)."""
         reads_features = any(value.name == "features_TE" for value in self.graph.inputs)
         assert batch.features_TE is not None or not reads_features, "this model reads features"
         return {
@@ -180,14 +180,14 @@ class TritonExecutor:
 
 def _instructions(graph: Graph, max_tree_tokens: int, *, alone: bool) -> tuple[_Instruction, ...]:
     last = {name: at for at, node in enumerate(graph.nodes) for name in node.inputs}
-    kept = {*graph.outputs, *(value.name for value in graph.inputs)}
+    pinned = {*graph.outputs, *(value.name for value in graph.inputs)}
     variants = kernel_variants(graph, max_tree_tokens)
     program = []
     for at, node in enumerate(graph.nodes):
         record, attrs = record_of(node), dict(node.attrs)
-        if record.exchange and alone:  # its reference wants the operands of all ranks
+        if record.exchange and alone:  # its reference needs the operands of all ranks
             raise CompileError(f"graph {graph.name} meets other ranks at a {node.op}", "one rank", "plan one rank")
-        names = {*node.inputs, *(value.name for value in node.outputs)} - kept
+        names = {*node.inputs, *(value.name for value in node.outputs)} - pinned
         dead = tuple(sorted(name for name in names if last.get(name, at) <= at))
         variant = variants.get(at)
         run = None if variant is None else family_of(variant.family).run
@@ -200,7 +200,7 @@ def _place_weights(graph: Graph, weights: Mapping[str, NDArray[Any]], device: to
     for value in graph.inputs_of(Role.WEIGHT):
         array = weights.get(value.name)
         if array is None or array.shape != value.type.dims:
-            found = "is missing" if array is None else f"has shape {list(array.shape)}"
-            raise WeightError(f"weight {value.name} {found}", str(value.type), "load the checkpoint of this graph")
+            problem = "is missing" if array is None else f"has shape {list(array.shape)}"
+            raise WeightError(f"weight {value.name} {problem}", str(value.type), "load the checkpoint of this graph")
         placed[value.name] = weight_tensor(value, array).to(device)
     return placed

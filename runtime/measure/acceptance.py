@@ -1,6 +1,6 @@
-"""Measures an acceptance profile for ``flexspec plan``: tokens a round commits with each draft plan of an artifact.
+"""Measures an acceptance profile for ``flexspec plan``: tokens per round with each draft plan of an artifact.
 
-Every prompt is answered alone and greedy, and rounds are counted as the engine tells them; times play no part, so a
+Every prompt is answered alone and greedily, and rounds are counted as the engine reports them; times play no part, so a
 disturbed machine gives the same profile.
 """
 
@@ -72,10 +72,10 @@ def measure_acceptance(
     source: str = "",
     note: Note = lambda done, of: None,
 ) -> dict[str, Any]:
-    """The profile, as JSON. ``source`` says where the prompts are from, names are as ``flexspec plan`` calls models.
+    """The profile, as JSON. ``source`` says where the prompts come from; names are those of ``flexspec plan``.
 
-    Raises what ``open_engine`` raises, RequestError for a draft plan that cannot be, and ProfileError for one that is
-    off, draws from no SSM (plan prices SSMs only) or stands twice.
+    Raises what ``open_engine`` raises, RequestError for an invalid draft plan, and ProfileError for one that is off,
+    drafts with no SSM (plan prices SSMs only) or is listed twice.
     """
     plans = {text: _checked(text) for text in drafts}
     if len({str(draft) for draft in plans.values()}) < len(drafts):
@@ -105,7 +105,7 @@ def measure_acceptance(
         "sampling": "greedy",
         "entries": entries,
     }
-    read_acceptance(Table(body, name, wrong), name)  # what plan would refuse must not be written
+    read_acceptance(Table(body, name, wrong), name)  # a profile that plan would refuse must not be written
     return body
 
 
@@ -121,7 +121,7 @@ def read_prompts(path: Path, count: int) -> list[str]:
     rows = [prompt for number, line in enumerate(lines, 1) if line.strip() for prompt in _prompt(path, number, line)]
     if not rows:
         raise ProfileError(f"{path}: no prompts", "a prompt a line", "name another with --prompts")
-    return [rows[i * len(rows) // count] for i in range(min(count, len(rows)))]  # categories may stand together
+    return [rows[i * len(rows) // count] for i in range(min(count, len(rows)))]  # categories may be grouped
 
 
 def _prompt(path: Path, number: int, line: str) -> Iterator[str]:
@@ -139,7 +139,7 @@ def _prompt(path: Path, number: int, line: str) -> Iterator[str]:
 def _checked(text: str) -> DraftPlan:
     draft = DraftPlan.parse(text)
     if draft.method == "off" or not set(draft.sources) <= set(ssm_names()):
-        expected = "one that draws from SSMs, as in tree:4,2/sources=ssm"
+        expected = "one that drafts with SSMs, as in tree:4,2/sources=ssm"
         raise ProfileError(f"draft plan {text}", expected, "name its sources: plan prices drafting by SSMs only")
     return draft
 

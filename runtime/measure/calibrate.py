@@ -43,10 +43,10 @@ from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.types import PAGE_TOKENS, DType, Role
 
 TEMPLATE = "cpu2"  # the shipped file whose datasheet values are kept
-_FOR_RANKS = 0.8  # of the memory; the rest is the system's: an estimate
+_FOR_RANKS = 0.8  # of the memory; the rest is for the system: an estimate
 _ROWS = (1, 2, 4, 8, 16, 32, 48, 64)
 _REPEATS = 9
-MAX_BUSY = 8  # each busy rank holds the weights once
+MAX_BUSY = 8  # each busy rank holds a copy of the weights
 _CONTEXT_TOKENS = 1
 _NODE_CONTEXT, _NODE_ROWS = 512, (1, 2, 4, 8, 16, 32, 64)
 
@@ -61,9 +61,9 @@ class FittedMachine:
 
 
 def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> FittedMachine:
-    """Fit the shipped CPU machine to this one, of ``ranks`` devices (a core each).
+    """Fit the shipped CPU machine to this one, with ``ranks`` devices (one core each).
 
-    Raises what open_engine raises, and MachineError where a rank's share of the memory is less than its reserve.
+    Raises what open_engine raises, and MachineError if a rank's share of the memory is less than its reserve.
     """
     template = open_machine(TEMPLATE)
     kind = template.kinds[0]
@@ -79,19 +79,19 @@ def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> FittedMachin
         served = [
             open_artifact_engine(artifact, ServeOptions(draft="off", threads=1, measure=False)) for _ in range(busy)
         ]
-        for each in served:
-            opened.callback(each.close)
-        executors = [each.executors[0] for each in served]
+        for engine in served:
+            opened.callback(engine.close)
+        executors = [engine.executors[0] for engine in served]
         times = time_steps(executors)
         context = min(_NODE_CONTEXT, executors[0].max_positions - max(_NODE_ROWS))
         first = executors[0]
         assert isinstance(first, CpuExecutor)
         nodes = time_nodes(first, executors[1:], graph, context)
     launch = Constant(float(f"{shortest_us(nodes[1]):.4g}"), 1.0, f"the shortest operator of a row; {origin}")
-    start = replace(kept_device(kind.device), memory_bytes=memory, launch_us=launch, processor=PROCESSORS["cpu"])
+    start = replace(shipped_device(kind.device), memory_bytes=memory, launch_us=launch, processor=PROCESSORS["cpu"])
     steps = fit_device(start, MeasuredSteps(dtype, graph_calls(graph), _CONTEXT_TOKENS, times), fitted_peak)
     device = fit_attention(steps.device, dtype, graph, nodes, context, fitted_peak)
-    link, tables_origin = kept_link(kind.link), f"kept from {TEMPLATE}, not measured here"
+    link, tables_origin = shipped_link(kind.link), f"kept from {TEMPLATE}, not measured here"
     if links and ranks > 1:
         transfers, reduces = probe_links(ranks)
         source = f"measured {today} by flexspec calibrate, gloo, {ranks} processes"
@@ -103,12 +103,12 @@ def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> FittedMachin
 
 
 def memory_share(shipped: Constant, reserve: Constant, ranks: int, host: HostMemory | None, today: str) -> Constant:
-    """Bytes of one of ``ranks`` equal shares of this host's memory; the shipped ones where the kernel says nothing.
+    """Bytes of one of ``ranks`` equal shares of this host's memory; the shipped value if the kernel does not report it.
 
     Raises MachineError for less than the reserve: planner and reader of the file would refuse it.
     """
     if host is None:
-        return kept(shipped)
+        return as_shipped(shipped)
     origin = (
         f"value: memory of this host or its container, read {today} by flexspec calibrate; correction: "
         f"{_FOR_RANKS:g} of it over {ranks} rank{'s' if ranks > 1 else ''}, the rest for the system (estimate)"
@@ -117,31 +117,31 @@ def memory_share(shipped: Constant, reserve: Constant, ranks: int, host: HostMem
     if share.effective <= reserve.effective:
         raise MachineError(
             f"{share.effective / 1e9:.2f} GB of memory for each of {ranks} ranks",
-            f"more than the {reserve.effective / 1e9:.2f} GB that a rank needs beside its weights",
+            f"more than the {reserve.effective / 1e9:.2f} GB that a rank needs besides its weights",
             "choose fewer --ranks",
         )
     return share
 
 
-def kept(constant: Constant) -> Constant:
-    """A constant of the shipped file, which says so."""
+def as_shipped(constant: Constant) -> Constant:
+    """A constant of the shipped file, with an origin that says so."""
     return replace(constant, origin=f"kept from {TEMPLATE}, not measured here: {constant.origin}")
 
 
-def kept_device(device: Device) -> Device:
-    """The shipped device, each constant saying so."""
-    constants = {key: kept(getattr(device, key)) for key in DEVICE_KEYS}
+def shipped_device(device: Device) -> Device:
+    """The shipped device, with origins that say so."""
+    constants = {key: as_shipped(getattr(device, key)) for key in DEVICE_KEYS}
     operators = {
-        name: Peaks(kept(peaks.bandwidth_bytes_per_s), kept(peaks.flops_per_s))
+        name: Peaks(as_shipped(peaks.bandwidth_bytes_per_s), as_shipped(peaks.flops_per_s))
         for name, peaks in device.operators.items()
     }
     return replace(device, operators=operators, **constants)  # type: ignore[arg-type]
 
 
-def kept_link(link: Link) -> Link:
+def shipped_link(link: Link) -> Link:
     """The shipped link, likewise."""
-    alpha_us, bandwidth = kept(link.alpha_us), kept(link.bandwidth_bytes_per_s)
-    width = kept(link.element_bytes) if link.element_bytes else None
+    alpha_us, bandwidth = as_shipped(link.alpha_us), as_shipped(link.bandwidth_bytes_per_s)
+    width = as_shipped(link.element_bytes) if link.element_bytes else None
     return replace(link, alpha_us=alpha_us, bandwidth_bytes_per_s=bandwidth, element_bytes=width)
 
 
@@ -157,12 +157,14 @@ def _host(template: Machine, measured: HostTimes, origin: str) -> Machine:
         round_us=constant(measured.round_us),
         request_us=constant(measured.request_us),
         step_us=constant(measured.step_us),
-        step_request_us=kept(step_request) if measured.step_request_us is None else constant(measured.step_request_us),
+        step_request_us=as_shipped(step_request)
+        if measured.step_request_us is None
+        else constant(measured.step_request_us),
     )
 
 
 class TimedExecutor(Executor, Protocol):
-    """An executor that can say when the nodes of its steps began and ended."""
+    """An executor that records when the nodes of its steps begin and end."""
 
     def keep_times(self, nodes: int) -> StepTimes: ...
 
@@ -170,7 +172,7 @@ class TimedExecutor(Executor, Protocol):
 def time_nodes(
     first: TimedExecutor, others: Sequence[Executor], graph: Graph, context_tokens: int
 ) -> dict[int, NDArray[np.float64]]:
-    """Rows -> microseconds of each node of a step, 0 for one without code, while the other executors are as busy."""
+    """Rows -> microseconds of each node of a step, 0 for one without code, while the other executors run it too."""
     times = first.keep_times(len(graph.nodes))
     nodes_us: dict[int, NDArray[np.float64]] = {}
     for rows in [rows for rows in _NODE_ROWS if rows <= first.max_rows]:
@@ -184,7 +186,7 @@ def time_nodes(
 
 
 def shortest_us(nodes_us: NDArray[np.float64]) -> float:
-    """What an operator takes that has next to nothing to do."""
+    """The time of an operator that has almost nothing to do."""
     return float(nodes_us[nodes_us > 0].min())
 
 
@@ -196,7 +198,7 @@ def fit_attention(
     context_tokens: int,
     origin: str,
 ) -> Device:
-    """``device`` with attention's own peaks: its loops over pages are far from what a matrix product reaches."""
+    """``device`` with peaks for attention, whose loops over pages are far from what a matrix product reaches."""
     calls = [call for call in graph_calls(graph) if any(kind.role is Role.KV for kind in call.inputs)]
     caches = {value.name for value in graph.inputs_of(Role.KV)}
     places = [i for i, node in enumerate(graph.nodes) if caches & set(node.inputs)]
@@ -209,7 +211,7 @@ def time_steps(executors: Sequence[Executor], clock: Clock = time.perf_counter) 
     """Rows -> microseconds of a chain step of one request on the first executor, while the others run the same.
 
     All ranks of a plan share the memory's bandwidth, so a step alone would look too fast. Sizes are interleaved, so
-    that all of them meet the slow moments of the machine. ``clock`` gives seconds.
+    that the machine's slow moments affect all of them. ``clock`` returns seconds.
     """
     sizes = [rows for rows in _ROWS if rows <= executors[0].max_rows]
     times: dict[int, list[float]] = {rows: [] for rows in sizes}
@@ -234,19 +236,19 @@ def _chain(rows: int, context_tokens: int = _CONTEXT_TOKENS) -> StepBatch:
 
 @contextmanager
 def _running(executors: Sequence[Executor], batch: StepBatch) -> Iterator[None]:
-    """Steps of the same batch on the other executors, each in a thread (a step holds no lock of Python's)."""
+    """Run steps of the same batch on the other executors, each in a thread (a step releases Python's lock)."""
     stop = threading.Event()
 
     def run(executor: Executor) -> None:
         while not stop.is_set():
             executor.step(batch, want_logits=False)
 
-    threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in executors]
-    for each in threads:
-        each.start()
+    threads = [threading.Thread(target=run, args=(executor,), daemon=True) for executor in executors]
+    for thread in threads:
+        thread.start()
     try:
         yield
     finally:
         stop.set()
-        for each in threads:
-            each.join()
+        for thread in threads:
+            thread.join()

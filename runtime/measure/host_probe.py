@@ -1,7 +1,7 @@
-"""What the host does in a round beside the programs: measured by rounds of an artifact, for the planner.
+"""The host's work in a round besides the programs, measured by rounds of an artifact, for the planner.
 
-A round costs ``round_us`` and ``request_us`` a request (accept, commit, schedule); each step of a program costs
-``step_us`` to hand over, and an SSM's also ``step_request_us`` a request (packing, successors, growing its tree).
+A round costs ``round_us`` and ``request_us`` per request (accept, commit, schedule); each step of a program costs
+``step_us`` to hand over, and an SSM's also ``step_request_us`` per request (packing, successors, growing its tree).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class HostTimes:
     round_us: float  # of a round
     request_us: float  # of each request in it
     step_us: float  # of a program's step
-    step_request_us: float | None  # of each request in an SSM's step; None where there is no SSM to measure it
+    step_request_us: float | None  # of each request in an SSM's step; None without an SSM to measure it
 
 
 @dataclass(slots=True)
 class HostSamples:
-    """What rounds of several batch sizes took beside the programs."""
+    """Times of rounds of several batch sizes besides the programs."""
 
     rounds: list[Sample] = field(default_factory=list)
     steps: list[Sample] = field(default_factory=list)  # those of the LLM have 0 requests: packing is in the round
 
     def add(self, batch: int, rounds: Sequence[MeasuredRound], llm: StepTimes, ssms: Sequence[StepTimes]) -> None:
-        """Book measured rounds of ``batch`` requests, whose steps are in ``llm`` and ``ssms``."""
+        """Add measured rounds of ``batch`` requests, whose steps are in ``llm`` and ``ssms``."""
         self.rounds.append((batch, lower_quartile([r.total_us - r.draft_us - r.verify_us for r in rounds])))
         self.steps.append((0, lower_quartile(list(_around(llm, [(r.step, r.step + 1) for r in rounds])))))
         self.steps += [(batch, us) for us in _between(rounds, ssms)]
@@ -81,13 +81,13 @@ def _drafts(path: Path) -> list[str]:
 
 
 def _between(rounds: Sequence[MeasuredRound], ssms: Sequence[StepTimes]) -> list[float]:
-    """Microseconds of a drafting step beside its program."""
+    """Microseconds of a drafting step besides its program."""
     if not ssms:
         return []
-    spans = [[each.ssm_steps[number] for each in rounds] for number in range(len(ssms))]
+    spans = [[measured.ssm_steps[number] for measured in rounds] for number in range(len(ssms))]
     programs = np.sum([list(_inside(times, steps)) for times, steps in zip(ssms, spans, strict=True)], 0)
     counts = np.sum([[end - first for first, end in steps] for steps in spans], 0)
-    drafts = np.array([each.draft_us for each in rounds])
+    drafts = np.array([measured.draft_us for measured in rounds])
     return [lower_quartile((drafts - programs) / np.maximum(counts, 1))]
 
 

@@ -1,8 +1,8 @@
 """One rank of a link measurement over torch.distributed, run as ``python -m flexspec.runtime.measure.link_probe``.
 
-Times the runtime's own exchanges (distributed/group.py: Seat.meet), each after a stretch of work, as in a step: the
-threads that wait have gone to sleep by then, and a ping-pong that never lets them would show half the time. Every rank
-prints JSON; ``probe_links`` starts all ranks and puts it together.
+Times the runtime's own exchanges (distributed/group.py: Seat.meet), each after a stretch of work, as in a step: waiting
+threads have gone to sleep by then, and a ping-pong that keeps them awake would show half the time. Every rank prints
+JSON; ``probe_links`` starts all ranks and combines their output.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)  # bytes
 _COLUMNS = 256  # float32, of a row
 _ROW_BYTES = 4 * _COLUMNS
 _WORK_BYTES = 1 << 22  # read between two sums
-_STAGE_READS = 24  # as many times that between two transfers: about a stage's time, in which other ranks fall asleep
+_STAGE_READS = 24  # so many times that between two transfers: about a stage's time, in which other ranks fall asleep
 _REPEATS, _WARM, _TIMEOUT_S = 20, 4, 120
-_CHAINS, _LINKS = 7, 12  # sums come in chains, two a block: what counts is the mean of a chain, late ones included
+_CHAINS, _LINKS = 7, 12  # sums come in chains, two per block: what matters is the mean of a chain, late ones included
 
 
 def probe_links(ranks: int) -> tuple[dict[int, float], dict[int, float]]:
@@ -46,13 +46,13 @@ def probe_links(ranks: int) -> tuple[dict[int, float], dict[int, float]]:
 
 
 def transfer_us(moments_ns: list[list[int]]) -> float:
-    """From the giver's begin to the taker's end; rank 0 gives first, then they take turns. A host has one clock."""
-    first, second = (np.array(each, np.int64) for each in moments_ns)
+    """From the sender's begin to the receiver's end; rank 0 sends first, then they alternate. A host has one clock."""
+    first, second = (np.array(moments, np.int64) for moments in moments_ns)
     return lower_quartile(np.abs(first - second) / 1e3)
 
 
 def reduce_us(spent_us: list[list[float]]) -> float:
-    """What a rank spends in each of a chain, waiting for the others included."""
+    """What a rank spends in each sum of a chain, waiting for the others included."""
     return lower_quartile(np.mean(spent_us, 0).reshape(_CHAINS, _LINKS).mean(1))
 
 
@@ -66,18 +66,18 @@ class LinkProbe:
     clock_ns: Callable[[], int] = time.monotonic_ns  # one clock for all ranks of the host
 
     def transfer(self, rows: int) -> list[int]:
-        """When this rank began to give, or had taken, in ns."""
+        """When this rank began to send, or had received, in ns."""
         moments = []
         data = np.ones((rows, _COLUMNS), np.float32)
         for i in range(_WARM + 2 * _REPEATS):
-            giver, taker = (0, 1) if i % 2 == 0 else (1, 0)
-            if self.rank == giver:
+            sender, receiver = (0, 1) if i % 2 == 0 else (1, 0)
+            if self.rank == sender:
                 for _ in range(_STAGE_READS):
                     _work()
                 moments.append(self.clock_ns())
-                self.meet(self.rank, _node("send", to=taker, channel=0), data)
-            elif self.rank == taker:
-                self.meet(self.rank, _node("recv", source=giver, channel=0), None)
+                self.meet(self.rank, _node("send", to=receiver, channel=0), data)
+            elif self.rank == receiver:
+                self.meet(self.rank, _node("recv", source=sender, channel=0), None)
                 moments.append(self.clock_ns())
         return moments[_WARM:]
 
@@ -97,7 +97,7 @@ _MEMORY = np.ones(_WORK_BYTES // 4, np.float32)
 
 
 def _work() -> None:
-    """What a rank does between exchanges: it reads memory."""
+    """A rank's work between exchanges: read memory."""
     float(_MEMORY.sum())
 
 

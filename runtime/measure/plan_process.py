@@ -1,8 +1,7 @@
-"""A process of a plan that is measured, run as ``python -m flexspec.runtime.measure.plan_process SETUP``, SETUP
-being JSON.
+"""A process of a plan that is measured, run as ``python -m flexspec.runtime.measure.plan_process SETUP`` (JSON).
 
 Rank 0 reads from stdin which rounds to run, a line of JSON each, and answers on stdout with a line each; the others
-follow it. The end of the input ends all ranks, which then leave the times of their steps in the folder of the setup.
+follow it. The end of the input ends all ranks, which then write the times of their steps to the folder of the setup.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from flexspec.runtime.open.serve_options import ServeOptions
 
 @dataclass(frozen=True, slots=True)
 class PlanProcess:
-    """What all processes of a plan are started with."""
+    """The setup that all processes of a plan are started with."""
 
     artifact: str
-    folder: str  # where times are left
+    folder: str  # where times are written
     kv_tokens: int
     requests: int  # at most
     max_rows: int
@@ -40,7 +39,7 @@ class PlanProcess:
 
 
 def times_file(setup: PlanProcess, part: str, draft: str = "") -> Path:
-    """Where the times of "rankN" are left, and for each draft plan those of rank 0's "llm" and of each SSM."""
+    """Where the times of "rankN" are written, and for each draft plan those of rank 0's "llm" and of each SSM."""
     return Path(setup.folder) / f"{part}{draft.encode().hex()}.npz"
 
 
@@ -56,7 +55,7 @@ def _lead(setup: PlanProcess, *, several: bool) -> None:
     for line in sys.stdin:
         request = RoundRequest(**json.loads(line))
         drafts[request.draft] = None
-        print(json.dumps([asdict(each) for each in runs.run(request)]), flush=True)
+        print(json.dumps([asdict(measured) for measured in runs.run(request)]), flush=True)
     for draft in drafts:
         opened = runs.open(draft)
         _save(times_file(setup, "llm.", draft), opened.llm)
@@ -66,7 +65,7 @@ def _lead(setup: PlanProcess, *, several: bool) -> None:
 
 
 def _follow(setup: PlanProcess, rank: int) -> None:
-    """Any other rank, to its end."""
+    """Any other rank, until rank 0 stops."""
     from flexspec.runtime.open.ranks import run_follower, times_of
 
     times: list[StepTimes] = []

@@ -1,4 +1,4 @@
-"""Runs rounds of an artifact as serving would and notes what each took, for calibration and for measuring plans.
+"""Runs rounds of an artifact as serving would and times each, for calibration and for measuring plans.
 
 One process: rank 0 of a plan, or the only one. An engine for each draft plan, all over one LLM; requests have random
 tokens, so that nothing is assumed about a text.
@@ -36,39 +36,39 @@ _PROMPT_STEPS = 16  # rounds that a request may run while the prompts of others 
 
 @dataclass(frozen=True, slots=True)
 class RoundRequest:
-    """Rounds to run: ``batch`` requests that have ``context`` tokens each, the first ``warm`` rounds being left out."""
+    """Rounds to run."""
 
     draft: str
-    batch: int
-    context: int
+    batch: int  # requests
+    context: int  # tokens of each request
     rounds: int
-    warm: int
+    warm: int  # rounds before those, which are not measured
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that a request may make until all rounds have run."""
+        """Tokens that a request may commit until all rounds have run."""
         return (self.warm + self.rounds + _PROMPT_STEPS) * (worst_case(DraftPlan.parse(self.draft)).max_depth + 1)
 
     @property
     def kv_tokens(self) -> int:
-        """Cache that the requests need together."""
+        """Cache slots of all requests together."""
         return self.batch * (self.context + self.most_tokens + worst_case(DraftPlan.parse(self.draft)).max_nodes + 64)
 
 
 @dataclass(slots=True)
 class MeasuredRound:
-    """One round as rank 0 saw it: microseconds, its step of the LLM, and the steps [from, to) of each SSM."""
+    """One round as rank 0 saw it."""
 
     total_us: float
     draft_us: float
     verify_us: float
-    step: int
-    ssm_steps: list[tuple[int, int]]
+    step: int  # of the LLM
+    ssm_steps: list[tuple[int, int]]  # [from, to) of each SSM
 
 
 @dataclass(slots=True)
 class StepSeconds:
-    """An observer of the engine: the times of the step that runs."""
+    """An observer of the engine that sums the times of the current round by kind."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -86,16 +86,16 @@ class StepSeconds:
 
 @dataclass(frozen=True, slots=True)
 class TimedEngine:
-    """The engine of a draft plan, and the times of its LLM's steps (of rank 0's shard) and of each SSM's."""
+    """The engine of a draft plan, and the times of its steps."""
 
     served: Served
     observer: StepSeconds
-    llm: StepTimes
+    llm: StepTimes  # of rank 0's shard
     ssms: list[StepTimes]
 
 
 class RoundRuns:
-    """``several``: other ranks of the artifact's plan run too, and all draft plans share them."""
+    """``several``: the artifact's plan has other ranks, which all draft plans share."""
 
     def __init__(
         self, path: Path, options: ServeOptions, *, several: bool = False, clock: Clock = time.perf_counter
@@ -106,7 +106,7 @@ class RoundRuns:
         self._engines: dict[str, TimedEngine] = {}
 
     def open(self, draft: str) -> TimedEngine:
-        """The engine of a draft plan, made at first use. Raises what open_engine raises."""
+        """The engine of a draft plan, opened at first use. Raises what open_engine raises."""
         if draft not in self._engines:
             observer = StepSeconds()
             options = replace(self._options, draft=draft)
@@ -114,7 +114,7 @@ class RoundRuns:
             llm, *ssms = served.executors
             llm_times = self._ranks[1] if self._ranks else self._keep_times(LLM, llm)
             names = [name for name in ssm_names() if name in served.draft.sources]  # in the order of executors
-            ssm_times = [self._keep_times(name, each) for name, each in zip(names, ssms, strict=True)]
+            ssm_times = [self._keep_times(name, ssm) for name, ssm in zip(names, ssms, strict=True)]
             self._engines[draft] = TimedEngine(served, observer, llm_times, ssm_times)
         return self._engines[draft]
 
@@ -123,7 +123,7 @@ class RoundRuns:
         return executor.keep_times(len(self._artifact.graph(part).nodes))
 
     def _open_llm(self, opening: Opening) -> Executor:
-        """The ranks' executor, once for all; with the options that the other ranks have."""
+        """The ranks' executor, opened once, with the options that the other ranks have."""
         if self._ranks is None:
             from flexspec.runtime.open.ranks import open_leader, times_of
 
@@ -133,12 +133,10 @@ class RoundRuns:
         return self._ranks[0]
 
     def run(self, request: RoundRequest) -> list[MeasuredRound]:
-        """Fill the contexts and run rounds: those behind the warm ones. Raises EngineError when a request ends."""
+        """Fill the contexts, run rounds and return those after the warm ones. Raises EngineError if a request ends."""
         timed = self.open(request.draft)
         engine = timed.served.engine
-        engine.speculation = (
-            SpeculationSwitch()
-        )  # what it learned of other rounds must not switch drafting off in these
+        engine.speculation = SpeculationSwitch()  # other rounds must not switch drafting off in these
         started: set[int] = set()
         ended: list[str] = []
 
@@ -170,12 +168,12 @@ class RoundRuns:
 
 
 def measured_round(step: Callable[[], object], timed: TimedEngine, clock: Clock) -> MeasuredRound:
-    """One step of the engine; ``clock`` gives seconds."""
+    """One step of the engine; ``clock`` returns seconds."""
     timed.observer.seconds.clear()
-    llm_step, first = len(timed.llm.calls_ns), [len(each.calls_ns) for each in timed.ssms]
+    llm_step, first = len(timed.llm.calls_ns), [len(ssm.calls_ns) for ssm in timed.ssms]
     began = clock()
     step()
     total_us = (clock() - began) * 1e6
-    spans = [(begin, len(each.calls_ns)) for begin, each in zip(first, timed.ssms, strict=True)]
+    spans = [(begin, len(ssm.calls_ns)) for begin, ssm in zip(first, timed.ssms, strict=True)]
     draft_us, verify_us = (timed.observer.seconds.get(kind, 0.0) * 1e6 for kind in ("draft", "verify"))
     return MeasuredRound(total_us, draft_us, verify_us, llm_step, spans)

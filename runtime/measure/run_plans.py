@@ -1,7 +1,7 @@
-"""Runs plans on this machine, all of them turn by turn, and measures their rounds line by line.
+"""Runs plans on this machine, interleaved, and measures their rounds line by line.
 
-Every layout of stages becomes an artifact and a group of processes, one a rank with one thread each; trials on the same
-stages share it. Groups stay open and wait while another one runs, so that all plans meet the machine's slow moments.
+Every layout of stages becomes an artifact and a group of processes, one per rank with one thread each; trials on the
+same stages share it. Groups stay open and wait while another one runs, so that slow moments affect all plans.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ENDS_WITHIN_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What is compiled: files with weights."""
+    """The models to compile: files with weights."""
 
     llm: Path
     ssms: tuple[Path, ...]
@@ -60,11 +60,11 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """``turns`` times ``rounds`` rounds of each trial are measured, each turn after ``warm`` others."""
+    """How much is measured of each trial."""
 
     turns: int = 5
-    rounds: int = 10
-    warm: int = 2
+    rounds: int = 10  # per turn
+    warm: int = 2  # rounds before those, which are not measured
 
 
 @dataclass(slots=True)
@@ -97,7 +97,9 @@ def run_trials(
                 for number, trial in enumerate(group.trials):
                     progress("running plans", done, total)
                     answer = ranks.ask(json.dumps(asdict(_round_request(problem, trial, effort))))
-                    group.rounds.setdefault(number, []).extend(MeasuredRound(**each) for each in json.loads(answer))
+                    group.rounds.setdefault(number, []).extend(
+                        MeasuredRound(**measured) for measured in json.loads(answer)
+                    )
                     done += 1
         progress("running plans", total, total)
         for ranks in processes:
@@ -109,7 +111,7 @@ def run_trials(
 def _groups(
     problem: Problem, models: Models, trials: Sequence[Trial], effort: Effort, folder: Path, progress: Progress
 ) -> list[_Group]:
-    """An artifact for each layout of stages, with SSMs and without, compiled for this machine alone."""
+    """An artifact for each layout of stages, with SSMs and without, compiled for this machine only."""
     layouts = list(dict.fromkeys((trial.stages, trial.place.drafts) for trial in trials))
     groups = []
     for number, (stages, drafts) in enumerate(layouts):
@@ -143,7 +145,7 @@ def _round_request(problem: Problem, trial: Trial, effort: Effort) -> RoundReque
     positions = problem.llm.config.max_positions
     if request.context + request.most_tokens > positions:
         raise PlanError(
-            f"a context of {request.context} tokens, and {request.most_tokens} to be made while rounds are measured",
+            f"a context of {request.context} tokens, and {request.most_tokens} generated while rounds are measured",
             f"at most {positions} together, the model's positions", "choose a smaller --context",
         )  # fmt: skip
     return request
@@ -156,7 +158,7 @@ def _start(group: _Group) -> AbstractContextManager[RankProcesses]:
 
 @contextmanager
 def _rank_errors() -> Iterator[None]:
-    """Raise what ranks die of as EngineError."""
+    """Raise a failure of ranks as EngineError."""
     try:
         yield
     except RanksFailed as error:
@@ -168,7 +170,7 @@ def _outcomes(problem: Problem, group: _Group) -> Iterator[tuple[Trial, Outcome]
     several = bool(artifact.ranks)
     for number, trial in enumerate(group.trials):
         rounds = group.rounds[number]
-        steps = np.array([each.step for each in rounds])
+        steps = np.array([measured.step for measured in rounds])
 
         def rank_times(rank: int, steps: Any = steps, draft: str = str(trial.entry.draft)) -> RankTimes:
             graph = artifact.graph(layout.rank_name(rank) if several else LLM)
@@ -182,12 +184,12 @@ def _outcomes(problem: Problem, group: _Group) -> Iterator[tuple[Trial, Outcome]
         ]
         for place, part in enumerate(parts):
             graph = artifact.graph(part)
-            spans = [each.ssm_steps[place] for each in rounds]
+            spans = [measured.ssm_steps[place] for measured in rounds]
             arrays = _load(times_file(group.setup, f"ssm{place}.", str(trial.entry.draft)))
             for line, values in draft_lines(graph, arrays, spans).items():
                 lines[line] = lines.get(line, 0.0) + values
-        measured, count = quartile_mean(whole_rounds(lines, rounds, several))
-        yield trial, Outcome(trial, predicted_lines(problem, trial), measured, count)
+        means, count = quartile_mean(complete_rounds(lines, rounds, several))
+        yield trial, Outcome(trial, predicted_lines(problem, trial), means, count)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -195,9 +197,9 @@ def _load(path: Path) -> dict[str, Any]:
         return {key: data[key] for key in data.files}
 
 
-def whole_rounds(lines: dict[Line, Steps], rounds: Sequence[MeasuredRound], several: bool) -> dict[Line, Steps]:
-    """The lines with what the parts have beside what was stamped: between drafting steps, messages, the host."""
-    total, draft, verify = np.array([(each.total_us, each.draft_us, each.verify_us) for each in rounds]).T
+def complete_rounds(lines: dict[Line, Steps], rounds: Sequence[MeasuredRound], several: bool) -> dict[Line, Steps]:
+    """The lines, completed by what has no stamps: between drafting steps, messages, the host."""
+    total, draft, verify = np.array([(r.total_us, r.draft_us, r.verify_us) for r in rounds]).T
     stages = np.sum([values for (part, _), values in lines.items() if part != DRAFT], 0)
     if draft.any():
         complete(lines, DRAFT, BETWEEN, draft)

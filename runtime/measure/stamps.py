@@ -1,4 +1,4 @@
-"""From the stamps of all ranks to the lines of a round: what each stage, operator class, exchange and hop took.
+"""From the stamps of all ranks to the lines of a round: the time of each stage, operator class, exchange and hop.
 
 Ranks of a host share the steady clock, so the stamps of different ranks can be subtracted. Lines are those of
 compiler/pages/predicted_lines.py, an array [steps] of microseconds each.
@@ -16,34 +16,34 @@ from flexspec.compiler.pages.predicted_lines import ALL, DRAFT, HAND_OVER, WAIT,
 from flexspec.graph import Graph
 from flexspec.ops.record import Collective, record_of
 
-Steps = NDArray[np.float64]  # one number a step
-JOIN = "combine"  # the line of what joins the logits' shares, which a rank does behind its program
+Steps = NDArray[np.float64]  # one number per step
+JOIN = "combine"  # the line of the combine of logits, which a rank does after its program
 
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """One rank's steps: ``calls_us`` [steps, 2] as its caller saw them, ``stamps_us`` [steps, 1 + nodes]."""
+    """One rank's steps."""
 
     ops: tuple[str, ...]  # of the nodes
-    calls_us: NDArray[np.float64]
-    stamps_us: NDArray[np.float64]
+    calls_us: NDArray[np.float64]  # [steps, 2] as its caller saw them
+    stamps_us: NDArray[np.float64]  # [steps, 1 + nodes]
 
     @classmethod
     def of(cls, graph: Graph, arrays: Mapping[str, NDArray[np.int64]], steps: NDArray[np.int64]) -> RankTimes:
-        """Steps number ``steps`` of what StepTimes.arrays gave for the program of ``graph``."""
+        """The steps with numbers ``steps``, of the StepTimes.arrays of ``graph``'s program."""
         ops = tuple(node.op for node in graph.nodes)
         calls, stamps = arrays["calls"][steps] / 1e3, arrays["stamps"][steps] / 1e3
         return cls(ops, calls, stamps)
 
     @property
     def arriving(self) -> int:
-        """How many nodes at the front only wait for the stage before."""
+        """How many nodes at the front only wait for the previous stage."""
         waits = (Collective.RECV, Collective.BROADCAST)
         return next((i for i, op in enumerate(self.ops) if record_of(op).collective not in waits), len(self.ops))
 
     @property
     def leaving(self) -> int:
-        """The first of the nodes at the end that only send to the stage behind."""
+        """The first of the nodes at the end that only send to the next stage."""
         count = len(self.ops)
         while count and record_of(self.ops[count - 1]).collective is Collective.SEND:
             count -= 1
@@ -57,10 +57,10 @@ class RankTimes:
 
 
 def stage_lines(ranks: Sequence[RankTimes]) -> tuple[dict[str, Steps], Steps, Steps]:
-    """What a stage did between its begin and its end, by operator class; and both times.
+    """A stage's time between its begin and its end, by operator class; and both times.
 
-    Classes are means over the ranks; in an exchange a rank also waits for the others. What the first rank does before
-    the last has begun is waiting too.
+    Classes are means over the ranks; in an exchange a rank also waits for the others. The first rank's time before
+    the last one has begun is waiting too.
     """
     begins = np.stack([rank.begin_us() for rank in ranks])
     begin = begins.max(0) if ranks[0].arriving else begins.min(0)
@@ -98,7 +98,7 @@ def verify_lines(stages: Sequence[Sequence[RankTimes]]) -> dict[Line, Steps]:
 def draft_lines(
     graph: Graph, arrays: Mapping[str, NDArray[np.int64]], rounds: Sequence[tuple[int, int]]
 ) -> dict[Line, Steps]:
-    """Operator classes of an SSM's steps, summed over each round's; a round is its first step and their end."""
+    """Operator classes of an SSM's steps, summed by round; a round is the range [first, end) of its steps."""
     spans = [np.arange(first, end) for first, end in rounds]
     took = np.diff(arrays["stamps"], axis=1) / 1e3
     lines: dict[Line, Steps] = {}
@@ -109,8 +109,8 @@ def draft_lines(
 
 
 def complete(lines: dict[Line, Steps], part: str, what: str, total_us: Steps) -> None:
-    """Give ``part`` one more line that makes its sum ``total_us``."""
-    known = [values for (each, _), values in lines.items() if each == part]
+    """Add a line to ``part`` that makes its sum ``total_us``."""
+    known = [values for (line_part, _), values in lines.items() if line_part == part]
     lines[part, what] = total_us - (np.sum(known, 0) if known else 0.0)
 
 
@@ -122,5 +122,5 @@ def quartile_mean(lines: Mapping[Line, Steps]) -> tuple[dict[Line, float], int]:
     total = np.sum(list(lines.values()), 0)
     order = np.argsort(total, kind="stable")
     count = len(order)
-    kept = order[count // 8 : max(count // 8 + 1, 3 * count // 8)]
-    return {line: float(values[kept].mean()) for line, values in lines.items()}, len(kept)
+    middle = order[count // 8 : max(count // 8 + 1, 3 * count // 8)]
+    return {line: float(values[middle].mean()) for line, values in lines.items()}, len(middle)

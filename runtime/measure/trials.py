@@ -1,4 +1,4 @@
-"""Which plans are compared with their prediction: those of plan files, or a list made for the machine."""
+"""Which plans are compared with their prediction: those of plan files, or a list for the machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trials_of_files(problem: Problem, paths: Sequence[Path]) -> list[Trial]:
         if any(ranks != (0,) for ranks in plan.ssm_ranks) or any(count > 1 for count in plan.micro_batches):
             raise wrong(
                 f"{path}: SSMs on ranks {list(plan.ssm_ranks)}, micro-batches {list(plan.micro_batches)}",
-                "SSMs on rank 0 and one micro-batch: what overlaps cannot be told apart yet",
+                "SSMs on rank 0 and one micro-batch: overlapping work cannot be attributed yet",
             )
         cuts = stage_cuts(problem, read_hand_plan(path, problem.requests))
         for batch in dict.fromkeys(min(batch, problem.requests) for batch, _ in plan.ladder.rungs):
@@ -62,7 +62,7 @@ def trials_of_machine(problem: Problem) -> list[Trial]:
 
 
 def check_trials(problem: Problem, trials: Iterable[Trial], models: Iterable[Path]) -> None:
-    """Refuse what cannot run on this machine. Raises PlanError, MachineError, ToolchainError."""
+    """Refuse trials that cannot run on this machine. Raises PlanError, MachineError, ToolchainError."""
     for path in models:
         if path.suffix == ".json":
             raise PlanError(f"{path}, a model without weights", "a model that can run", "name its folder or .gguf file")
@@ -82,7 +82,7 @@ def check_trials(problem: Problem, trials: Iterable[Trial], models: Iterable[Pat
 
 
 def draft_entry(problem: Problem, plan: DraftPlan) -> DraftEntry:
-    """The rows of a draft plan's round, as they really are; tokens a round play no part. Raises PlanError."""
+    """The actual rows of a draft plan's round; its tokens per round do not matter. Raises PlanError."""
     known = next((entry for entry in problem.entries if entry.draft == plan), None)
     if plan.method == "off":
         return OFF
@@ -97,13 +97,13 @@ def draft_entry(problem: Problem, plan: DraftPlan) -> DraftEntry:
 
 
 def _fed_rows(levels: Sequence[int]) -> list[float]:
-    """Rows of the SSM's steps behind its first: branching levels are fed again, an unbranched stem is not."""
+    """Rows of the SSM's steps after its first: branching levels are fed again, an unbranched stem is not."""
     rows: list[float] = []
-    held = 0
+    fed = 0
     for size in levels[:-1]:
-        held += size
-        rows.append(float(held))
-        held = 0 if held == 1 else held
+        fed += size
+        rows.append(float(fed))
+        fed = 0 if fed == 1 else fed
     return rows
 
 

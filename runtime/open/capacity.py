@@ -1,4 +1,4 @@
-"""What fits: the longest request, the pools of SSMs, and whether this host can hold all that will run on it."""
+"""What fits: the longest request, the pools of SSMs, and whether this host has the memory for all that it will run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from flexspec.runtime.open.serve_options import ServeOptions
 
 
 def context_tokens(artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions) -> tuple[int, str]:
-    """Longest prompt plus output of one request, and how a longer one can be had ("" if it is the model's own).
+    """Longest prompt plus output of one request, and how to allow a longer one ("" if it is the model's limit).
 
-    The least of the model's, the pool's with one tree behind it, and the option's.
+    The least of the model's limit, the pool's with one tree after the context, and the option.
     """
     nodes = ladder.worst.max_nodes
     room = longest_request(options.pages, nodes)
@@ -35,7 +35,7 @@ def context_tokens(artifact: OpenedArtifact, ladder: DraftLadder, options: Serve
     if not asked or asked == longest:
         return longest, why
     if not 2 <= asked < longest:
-        holds = f"what {options.kv_tokens} KV tokens hold beside a tree" if why else "the model's own"
+        holds = f"what {options.kv_tokens} KV tokens hold besides a tree" if why else "the model's own"
         raise CapacityError(
             f"--context {asked} (tokens of a prompt and its output together)",
             f"2 to {longest}, {holds}",
@@ -45,13 +45,13 @@ def context_tokens(artifact: OpenedArtifact, ladder: DraftLadder, options: Serve
 
 
 def ssms_of(artifact: OpenedArtifact, ladder: DraftLadder) -> list[tuple[PartRecord, tuple[int, ...]]]:
-    """The SSMs that the ladder drafts with, and the ranks where each lives."""
+    """The SSMs that the ladder drafts with, and the ranks of each."""
     ssms, plan = artifact.record.models[1:], artifact.plan
     if len(ssms) != len(plan.ssm_ranks):
         raise ArtifactError(
             f"a plan for {len(plan.ssm_ranks)} SSMs", f"the {len(ssms)} of {layout.MODELS}", artifact.fix
         )
-    return [each for each in zip(ssms, plan.ssm_ranks, strict=True) if each[0].name in ladder.sources]
+    return [(ssm, ranks) for ssm, ranks in zip(ssms, plan.ssm_ranks, strict=True) if ssm.name in ladder.sources]
 
 
 def ssm_pages(options: ServeOptions, ranks: Sequence[int], context: int) -> int:
@@ -62,17 +62,17 @@ def ssm_pages(options: ServeOptions, ranks: Sequence[int], context: int) -> int:
 
 
 def check_room(artifact: OpenedArtifact, ladder: DraftLadder, options: ServeOptions, ranks: Sequence[int] = ()) -> None:
-    """Raise CapacityError when what this host will run does not fit into its memory, if it lies there.
+    """Raise CapacityError when what this host will run does not fit into its memory, if it is kept there.
 
-    ``ranks``: those of the plan that run here; none where the whole model does.
+    ``ranks``: those of the plan that run on this host; none if the whole model does.
     """
     if not backend_of(options.device).in_host_memory:
         return
     context, _ = context_tokens(artifact, ladder, options)
-    held = {rank for stage in artifact.plan.stages for rank in stage.ranks}
-    pools = [ModelPool(layout.rank_name(rank), options.pages) for rank in ranks if rank in held]
+    stage_ranks = {rank for stage in artifact.plan.stages for rank in stage.ranks}
+    pools = [ModelPool(layout.rank_name(rank), options.pages) for rank in ranks if rank in stage_ranks]
     pools += [ModelPool(LLM, options.pages)] if not ranks else []
-    for part, living in ssms_of(artifact, ladder):
-        pages = ssm_pages(options, living, context) if ranks else options.pages
-        pools += [ModelPool(part.name, pages)] * (sum(rank in ranks for rank in living) if ranks else 1)
+    for part, ssm_ranks in ssms_of(artifact, ladder):
+        pages = ssm_pages(options, ssm_ranks, context) if ranks else options.pages
+        pools += [ModelPool(part.name, pages)] * (sum(rank in ranks for rank in ssm_ranks) if ranks else 1)
     check_memory(artifact, pools, options.room.max_rows, options.max_requests)

@@ -1,4 +1,4 @@
-"""From an artifact and ``--draft`` to drafters: which draft plan each batch size gets, and what drafts in it."""
+"""From an artifact and ``--draft`` to drafters: the draft plan of each batch size, and the drafters it needs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _OFF = DraftPlan(method="off")
 
 
 def choose_ladder(text: str, artifact: OpenedArtifact) -> DraftLadder:
-    """The draft plan asked for, for every batch size; "auto": the artifact's.
+    """The requested draft plan for every batch size; "auto": the artifact's.
 
-    A plan that names no sources gets all that the artifact has, but for those that want to be named.
-    Raises RequestError for a text that is no draft plan, ArtifactError for sources that the artifact has not.
+    A plan that names no sources gets all that the artifact has, except those that must be named.
+    Raises RequestError for an invalid draft plan, ArtifactError for sources that the artifact does not have.
     """
     records, plan = _records(artifact), artifact.plan
     sources = _names(records, artifact)
@@ -48,17 +48,17 @@ def choose_ladder(text: str, artifact: OpenedArtifact) -> DraftLadder:
 
 def _offered(stored: DraftPlan, sources: Sequence[str]) -> DraftPlan:
     """The plan with those of its sources that the artifact has."""
-    kept = tuple(source for source in stored.sources if source in sources)
-    if stored.method == "off" or not kept:
+    offered = tuple(source for source in stored.sources if source in sources)
+    if stored.method == "off" or not offered:
         return _OFF
     try:
-        return replace(stored, sources=kept)
+        return replace(stored, sources=offered)
     except RequestError:  # a static tree without its SSM
         return _OFF
 
 
 def _records(artifact: OpenedArtifact) -> list[DrafterRecord]:
-    """The drafters that have in the artifact what they need."""
+    """The drafters whose data the artifact has."""
     members = artifact.files.names()
     return [
         record for record in drafter_records() if record.table is None or layout.drafter_table(record.name) in members
@@ -66,12 +66,12 @@ def _records(artifact: OpenedArtifact) -> list[DrafterRecord]:
 
 
 def _names(records: Sequence[DrafterRecord], artifact: OpenedArtifact) -> tuple[str, ...]:
-    """What draft plans over the artifact call the sources of these drafters."""
+    """The names of these drafters' sources in draft plans of the artifact."""
     ssms = len(artifact.record.models) - 1
     return tuple(source for record in records for source in record.sources(ssms))
 
 
-def cheap_drafters(artifact: OpenedArtifact, ladder: DraftLadder, vocab_size: int) -> list[Drafter]:
+def model_free_drafters(artifact: OpenedArtifact, ladder: DraftLadder, vocab_size: int) -> list[Drafter]:
     """The drafters of the ladder that run no model. Raises ArtifactError for a table that is not the LLM's."""
     drafters = []
     for record in drafter_records():
@@ -98,7 +98,7 @@ def _plans(ladder: DraftLadder, source: str) -> tuple[DraftPlan, ...]:
 def ssm_drafter(part: PartRecord, executor: Executor, ladder: DraftLadder, vocab_size: int) -> ModelDrafter:
     """The drafter of an SSM over its executor, which runs every plan of the ladder that has it.
 
-    Raises ArtifactError for an SSM of another vocabulary, CapacityError for trees that its steps have no room for.
+    Raises ArtifactError for an SSM of another vocabulary, CapacityError for trees that do not fit its steps.
     """
     if part.vocab_size != vocab_size:
         raise ArtifactError(

@@ -21,7 +21,7 @@ from flexspec.runtime.engine.scheduler import EngineLimits
 from flexspec.runtime.executors.room import Room
 from flexspec.runtime.executors.step import Executor, OverlappingExecutor
 from flexspec.runtime.open.capacity import check_room, context_tokens, ssm_pages, ssms_of
-from flexspec.runtime.open.drafters import cheap_drafters, ssm_drafter
+from flexspec.runtime.open.drafters import model_free_drafters, ssm_drafter
 from flexspec.runtime.open.opening import Opening
 from flexspec.runtime.open.serve_options import ServeOptions
 from flexspec.runtime.open.served import Served
@@ -35,7 +35,7 @@ OpenLlm = Callable[[Opening], Executor]
 def open_engine(
     path: Path, options: ServeOptions, observer: Observer | None = None, open_llm: OpenLlm | None = None
 ) -> Served:
-    """Open ``path`` and assemble its engine. ``open_llm`` makes the LLM's executor where it runs on several ranks.
+    """Open ``path`` and assemble its engine. ``open_llm`` opens the LLM's executor if it runs on several ranks.
 
     Raises ArtifactError, CapacityError, RequestError for a bad draft plan, ToolchainError for a device that is missing.
     """
@@ -57,20 +57,20 @@ def open_artifact_engine(
     with ExitStack() as opened:
         llm = open_llm(opening) if open_llm else kernels.executor(artifact.llm.name, options.room)
         opened.callback(llm.close)
-        drafters = cheap_drafters(artifact, ladder, llm.vocab_size)
+        drafters = model_free_drafters(artifact, ladder, llm.vocab_size)
         executors = [llm]
         for part, ranks in ssms_of(artifact, ladder):
-            others = llm if isinstance(llm, DraftsElsewhere) and ranks != (0,) else None
-            own: ModelDrafter | None = None
-            if others is None or 0 in ranks:
-                pages = ssm_pages(options, ranks, context) if others else options.pages
+            remote = llm if isinstance(llm, DraftsElsewhere) and ranks != (0,) else None
+            local: ModelDrafter | None = None
+            if remote is None or 0 in ranks:
+                pages = ssm_pages(options, ranks, context) if remote else options.pages
                 executors.append(kernels.executor(part.name, Room(options.room.max_rows, pages)))
                 opened.callback(executors[-1].close)
-                own = ssm_drafter(part, executors[-1], ladder, llm.vocab_size)
-            if others is not None:
-                drafters.append(others.drafter(part, ranks, own))
-            elif own is not None:
-                drafters.append(own)
+                local = ssm_drafter(part, executors[-1], ladder, llm.vocab_size)
+            if remote is not None:
+                drafters.append(remote.drafter(part, ranks, local))
+            elif local is not None:
+                drafters.append(local)
         planned = PlannedDrafter(ladder, drafters)
         limits = EngineLimits(context, max_running=options.max_requests, longer_context=longer_context)
         count = plan.micro_batches_for if isinstance(llm, OverlappingExecutor) else _one

@@ -1,6 +1,6 @@
-"""Memory of this host, as the kernel tells it, and the check at start that what is served fits into it.
+"""Memory of this host, as the kernel reports it, and the check at startup that the served models fit into it.
 
-A pool is mapped when it is made and filled when it is used: one too large would start, and be killed later.
+A pool is mapped when it is created and filled when it is used: a server with too large a one would be killed later.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """``total_bytes`` that this process may ever have; ``free_bytes`` of them now, page cache counted as free."""
+    """Memory of this host."""
 
-    total_bytes: int
-    free_bytes: int
+    total_bytes: int  # that this process may ever have
+    free_bytes: int  # now, page cache counted as free
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPool:
-    """A model, or a rank's part of one, that will run here: its graph's name in the artifact, pages of its pool."""
+    """A model, or a rank's part of one, that will run here."""
 
-    graph: str
-    pages: int
+    graph: str  # its name in the artifact
+    pages: int  # of its pool
 
 
 def host_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> HostMemory | None:
-    """What the kernel says of this host and of the control group that a container is; None where it says nothing."""
+    """What the kernel reports of this host and of a container's control group; None if it reports nothing."""
     try:
         rows = [line.split(":") for line in (proc / "meminfo").read_text().splitlines()]
         sizes = {name: int(value.split()[0]) * 1024 for name, value in rows}
-        found = HostMemory(sizes["MemTotal"], sizes["MemAvailable"])
+        memory = HostMemory(sizes["MemTotal"], sizes["MemAvailable"])
     except (OSError, KeyError, ValueError, IndexError):
         return _by_sysconf()
     for limit, used, cache in _group_limits(cgroup):
         free = max(0, limit - max(0, used - cache))
-        found = HostMemory(min(found.total_bytes, limit), min(found.free_bytes, free))
-    return found
+        memory = HostMemory(min(memory.total_bytes, limit), min(memory.free_bytes, free))
+    return memory
 
 
 def _by_sysconf() -> HostMemory | None:
@@ -55,7 +55,7 @@ def _by_sysconf() -> HostMemory | None:
         total = page * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
-    return HostMemory(total, total) if total > 0 else None  # what is in use is not told: only the whole counts
+    return HostMemory(total, total) if total > 0 else None  # what is in use is not known: only the total counts
 
 
 def _group_limits(cgroup: Path) -> Iterator[tuple[int, int, int]]:
@@ -74,43 +74,45 @@ def _group_limits(cgroup: Path) -> Iterator[tuple[int, int, int]]:
 def check_memory(
     artifact: OpenedArtifact, pools: Sequence[ModelPool], rows: int, requests: int, host: HostMemory | None = None
 ) -> None:
-    """Refuse pools that cannot be: raises CapacityError with the byte table.
+    """Refuse pools that do not fit: raises CapacityError with the byte table.
 
     ``rows`` and ``requests`` are those of the largest step. Weights are mapped files, which the kernel can drop and
-    read again: they must fit into the machine, what is not mapped must fit into what is free.
+    read again: with them all must fit into the machine, without them into what is free.
     """
     host = host or host_memory()
     if host is None or not pools:
         return
-    held, per_page = _held(artifact, pools, rows, requests)
+    needed, page_bytes = _needed_bytes(artifact, pools, rows, requests)
     pages = max(pool.pages for pool in pools)
-    own = held.kv + held.activations + held.tree_scratch
-    room = min(host.free_bytes - own, host.total_bytes - held.total)
+    unmapped = needed.kv + needed.activations + needed.tree_scratch
+    room = min(host.free_bytes - unmapped, host.total_bytes - needed.total)
     if room >= 0:
         return
-    fits = max(0, pages + room // per_page) * PAGE_TOKENS
-    table = ", ".join(f"{name} {count / 1e9:.2f} GB" for name, count in held.table()[:-1] if count)
+    fits = max(0, pages + room // page_bytes) * PAGE_TOKENS
+    table = ", ".join(f"{name} {count / 1e9:.2f} GB" for name, count in needed.table()[:-1] if count)
     raise CapacityError(
         f"a KV pool of {pages * PAGE_TOKENS} tokens: {table}; this machine has {host.total_bytes / 1e9:.2f} GB, "
         f"{host.free_bytes / 1e9:.2f} GB of it free",
-        f"a pool of at most {fits} tokens beside the weights" if fits else "a model that this machine can hold",
+        f"a pool of at most {fits} tokens besides the weights" if fits else "a model that this machine can hold",
         f"serve with --kv-tokens {fits} or less" if fits else "serve it on a larger machine",
     )
 
 
-def _held(artifact: OpenedArtifact, pools: Sequence[ModelPool], rows: int, requests: int) -> tuple[RankBytes, int]:
-    """All models together, and bytes of one page more in each pool."""
-    held, per_page = RankBytes(0, 0, 0, 0, 0, 0, 0, 0), 0
+def _needed_bytes(
+    artifact: OpenedArtifact, pools: Sequence[ModelPool], rows: int, requests: int
+) -> tuple[RankBytes, int]:
+    """All models together, and bytes of one more page in each pool."""
+    total, page_bytes = RankBytes(0, 0, 0, 0, 0, 0, 0, 0), 0
     for pool in pools:
         graph = artifact.graph(pool.graph)
         sizes = {**step_sizes(rows, requests, pool.pages * PAGE_TOKENS // requests), "P": pool.pages}
-        each = graph_bytes(graph, sizes)
-        per_page += each.kv // pool.pages + 4
-        held = replace(
-            held,
-            weights=held.weights + each.weights,
-            kv=held.kv + each.kv,
-            activations=held.activations + each.activations,
-            tree_scratch=held.tree_scratch + each.tree_scratch,
+        model = graph_bytes(graph, sizes)
+        page_bytes += model.kv // pool.pages + 4
+        total = replace(
+            total,
+            weights=total.weights + model.weights,
+            kv=total.kv + model.kv,
+            activations=total.activations + model.activations,
+            tree_scratch=total.tree_scratch + model.tree_scratch,
         )
-    return held, per_page
+    return total, page_bytes

@@ -1,4 +1,4 @@
-"""What every part of an engine is opened from: the artifact, its draft plans, the options, the device's kernels."""
+"""What all parts of an engine are opened from: the artifact, its draft plans, the options, the device's kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Opening:
 
     artifact: OpenedArtifact
     options: ServeOptions
-    ladder: DraftLadder  # the draft plan of every batch size, of the option or the artifact
+    ladder: DraftLadder  # the draft plan of every batch size, from the option or the artifact
     backend: Backend
     kernels: DeviceKernels
 
@@ -25,7 +25,7 @@ class Opening:
     def of(cls, artifact: OpenedArtifact, options: ServeOptions) -> Opening:
         """Choose draft plans and kernels.
 
-        Raises RequestError for a bad draft plan or an unknown device, ArtifactError for what the artifact has not,
+        Raises RequestError for a bad draft plan or an unknown device, ArtifactError for what the artifact lacks,
         CapacityError, ToolchainError for a device that is missing.
         """
         ladder, backend = choose_ladder(options.draft, artifact), backend_of(options.device)

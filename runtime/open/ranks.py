@@ -25,7 +25,7 @@ from flexspec.runtime.open.drafters import ssm_drafter
 from flexspec.runtime.open.opening import Opening
 from flexspec.runtime.open.serve_options import ServeOptions
 
-OnShard = Callable[[Shard], object]  # is shown this rank's shard before its first step
+OnShard = Callable[[Shard], object]  # called with this rank's shard before its first step
 
 
 def open_leader(opening: Opening, on_shard: OnShard | None = None) -> DistributedExecutor:
@@ -42,10 +42,10 @@ def open_leader(opening: Opening, on_shard: OnShard | None = None) -> Distribute
 
 
 def run_follower(path: Path, options: ServeOptions, on_shard: OnShard | None = None) -> None:
-    """All that a rank other than 0 does, to its end. Raises as ``open_leader``, and EngineError.
+    """Run a rank other than 0 until rank 0 stops it. Raises as ``open_leader``, and EngineError.
 
-    Signals that end a server are left to rank 0, which lets running answers finish and then tells the end; a rank goes
-    at once when rank 0 is gone.
+    Signals that end a server are left to rank 0, which lets running answers finish and then stops the others; a rank
+    ends at once when rank 0 is gone.
     """
     opening = Opening.of(OpenedArtifact.at(path, check_digests=options.checks), options)
     artifact = opening.artifact
@@ -53,11 +53,11 @@ def run_follower(path: Path, options: ServeOptions, on_shard: OnShard | None = N
     rank = this_rank().rank
     if not 0 < rank < len(records):
         raise PlanError(f"rank {rank}", f"ranks 0 to {len(records) - 1}", f"start it with --ranks {len(records)}")
-    if this_rank().on_this_host[0] == rank:  # the first on its host; rank 0 does so for its own
+    if this_rank().on_this_host[0] == rank:  # the first on its host; rank 0 checks its own
         check_room(artifact, opening.ladder, options, this_rank().on_this_host)
     holds = records[rank].stage != NO_STAGE
     shard = _shard(opening, rank, on_shard) if holds else None
-    drafters, opened = _drafters(opening, rank)
+    drafters, executors = _drafters(opening, rank)
     seat = _join(opening, records)
     if shard is not None:
         shard.join(seat)
@@ -67,21 +67,21 @@ def run_follower(path: Path, options: ServeOptions, on_shard: OnShard | None = N
         seat, shard, DraftHost(drafters) if drafters else None, options.room, sends_results=_source(records) == rank,
         vocab_size=artifact.llm.outputs, feature_columns=artifact.llm.feature_columns,
     ).run()  # fmt: skip
-    for each in opened:
-        each.close()
+    for executor in executors:
+        executor.close()
     if shard is not None:
         shard.close()
     seat.close()
 
 
 def times_of(shard: Shard) -> StepTimes:
-    """A shard's steps from now on, for measuring: the programs of CPUs have a clock."""
+    """The times of a shard's steps from now on: only CPU programs have a clock."""
     assert isinstance(shard, CpuShard), "only plans of this machine's CPU are measured"
     return shard.keep_times()
 
 
 def _drafters(opening: Opening, rank: int) -> tuple[list[ModelDrafter], list[Executor]]:
-    """The drafters of the SSMs that live on a rank, and their executors."""
+    """The drafters of the SSMs on a rank, and their executors."""
     artifact, ladder, options = opening.artifact, opening.ladder, opening.options
     context, _ = context_tokens(artifact, ladder, options)
     drafters, executors = [], []

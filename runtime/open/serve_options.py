@@ -27,12 +27,12 @@ class ServeOptions:
 
     draft: str = DEFAULT_DRAFT  # a draft plan; "auto": the artifact's
     device: str = DEFAULT_BACKEND  # a backend's name (runtime/backends)
-    threads: int = 0  # CPU threads; 0 = one a core, at most 8
+    threads: int = 0  # CPU threads; 0 = one per core, at most 8
     kv_tokens: int = 16_384  # that the KV pool of each model holds
     max_requests: int = 16  # that run at once
     max_rows: int = STEP_ROWS  # of one step
     context_tokens: int = 0  # of a prompt and its output; 0 = as long as the model and the pool allow
-    measure: bool = True  # time a few steps at start, so that the tree budget knows its costs
+    measure: bool = True  # time a few steps at startup, so that the tree budget knows its costs
     checks: bool = True  # all digests and the self-test
 
     @property
@@ -42,15 +42,15 @@ class ServeOptions:
 
     @property
     def room(self) -> Room:
-        """What the LLM's executor is sized by: every request that runs has a row."""
+        """The size of the LLM's executor: every running request has a row."""
         return Room(max(self.max_rows, self.max_requests), self.pages)
 
 
 def prepare(options: ServeOptions, flags: Mapping[str, str] | None = None) -> ServeOptions:
-    """``options`` themselves once they are checked, and the environment that their device needs.
+    """Check ``options``, set the environment that their device needs, and return them.
 
-    ``flags``: how a command spells the options that it has, for messages. Raises CapacityError for numbers that cannot
-    work, RequestError for an unknown device.
+    ``flags``: the command's flag of an option, for messages. Raises CapacityError for numbers out of range,
+    RequestError for an unknown device.
     """
     for name, (low, high) in _RANGES.items():
         value = getattr(options, name)

@@ -1,4 +1,4 @@
-"""An opened artifact: its engine with what callers need beside it, and the way from prompts to completions."""
+"""An opened artifact: its engine, what callers need besides, and the way from prompts to completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, on
 
 @dataclass(slots=True)
 class Served:
-    """An engine with what its callers need beside it."""
+    """An engine, and what its callers need besides."""
 
     name: str
     engine: Engine
@@ -36,24 +36,24 @@ class Served:
     executors: list[Executor]
 
     def close(self) -> None:
-        """End what runs as cancelled and free all memory. Idempotent."""
+        """Cancel running requests and free all memory. Idempotent."""
         self.engine.stop()
         executors, self.executors = self.executors, []
         for executor in executors:
             executor.close()
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. A text gets the tokens that begin a document (BOS) where the model has such."""
+        """Token ids of a prompt. A text gets the tokens that begin a document (BOS), if the model has any."""
         return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)
 
     def chat_prompt(self, messages: Messages) -> str:
-        """The text that asks for the assistant's next turn. Raises RequestError where the model has no chats."""
+        """The text that asks for the assistant's next turn. Raises RequestError for a model without chat template."""
         if self.chat is None:
             raise RequestError(f"a chat for {self.name}, which has no chat template", "a prompt", "use generate")
         return self.chat.render(messages)
 
     def question(self, text: str) -> str:
-        """The prompt of a user's one question: a chat where the model has a template, else the text itself."""
+        """The prompt of a single question: a chat if the model has a template, else the text itself."""
         return text if self.chat is None else self.chat_prompt([{"role": "user", "content": text}])
 
     def generate(self, prompts: Sequence[Prompt], params: Params = None) -> list[Completion]:

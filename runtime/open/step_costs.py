@@ -1,4 +1,4 @@
-"""Measured costs of LLM steps by their rows: what a node more in a tree costs here."""
+"""Measured costs of LLM steps by their rows: what one more tree node costs on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def measure_steps(executor: Executor, max_nodes: int, repeats: int = 3) -> tuple
     sizes = [n for n in sizes if n <= executor.max_rows]
     times: dict[int, list[float]] = {n: [] for n in sizes}
     for _ in range(repeats):
-        for n in sizes:  # interleaved, so that a slow moment of the machine hits all sizes alike
+        for n in sizes:  # interleaved, so that slow moments affect all sizes alike
             bits = [1 | 1 << i for i in range(n)] if n > 1 else None
             pages = list(range(min(executor.pages, 1 + (n + PAGE_TOKENS) // PAGE_TOKENS)))
             group = RowGroup([1] * n, [1] * n if n > 1 else [0], 0, pages, range(n), bits)

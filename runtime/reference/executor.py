@@ -23,7 +23,7 @@ from flexspec.types import PAGE_TOKENS, Role
 class ReferenceExecutor:
     """Runs any step graph, canonical or lowered, over its own paged pool (see runtime/executors/step.py: Executor).
 
-    ``weights`` are float32 arrays by canonical name; they are rounded as the graph stores them, and to its dtype.
+    ``weights`` are float32 arrays by canonical name; they are rounded to the graph's weight format and dtype.
     Raises WeightError for a missing weight or a wrong shape.
     """
 
@@ -70,17 +70,19 @@ class ReferenceExecutor:
 def step_result(
     logits: torch.Tensor, features: Sequence[torch.Tensor], want_logits: bool, want_features: bool
 ) -> StepResult:
-    """What a step gives, from the logits and features that the graph returned."""
+    """A step's result, from the logits and features that the graph returned."""
     logits_LV = logits.float().numpy()
     return StepResult(
         argmax_L=logits_LV.argmax(-1).astype(np.int32),
         logits_LV=logits_LV if want_logits else None,
-        features_TE=torch.cat([each.float() for each in features], -1).numpy() if features and want_features else None,
+        features_TE=torch.cat([feature.float() for feature in features], -1).numpy()
+        if features and want_features
+        else None,
     )
 
 
 def step_tensors(graph: Graph, batch: StepBatch) -> dict[str, torch.Tensor]:
-    """The step inputs that a graph reads; features only where it does."""
+    """The step inputs that a graph reads."""
     arrays: dict[str, NDArray[np.generic]] = {
         "ids_T": batch.ids_T,
         "positions_T": batch.positions_T,
@@ -102,7 +104,7 @@ def step_tensors(graph: Graph, batch: StepBatch) -> dict[str, torch.Tensor]:
 
 
 def empty_caches(graph: Graph, pages: int) -> dict[str, torch.Tensor]:
-    """Caches of a pool of this many pages, zeros."""
+    """Zeroed caches of a pool of so many pages."""
     return {
         value.name: torch.zeros(pages, *_ints(value.type.dims[1:]), dtype=TORCH_DTYPES[value.type.dtype])
         for value in graph.inputs_of(Role.KV)
@@ -110,7 +112,7 @@ def empty_caches(graph: Graph, pages: int) -> dict[str, torch.Tensor]:
 
 
 def move_slots(cache: torch.Tensor, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
-    """Copy slots of one cache, one after the other."""
+    """Copy slots of one cache, one after another."""
     slots = cache.flatten(0, 1)
     for src, dst in zip(src_slots.tolist(), dst_slots.tolist(), strict=True):
         slots[dst] = slots[src]

@@ -1,7 +1,7 @@
 """All ranks of a partitioned model in one process, on the torch references: the oracle for every distributed run.
 
-A rank runs until it has to wait for another, then the next one does (reference/transport.py). Nothing depends on
-timing, so that a run is the same every time.
+A rank runs until it has to wait for another, then the next one runs (reference/transport.py). Nothing depends on
+timing, so every run is the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ReferenceRanks:
         self.traffic: dict[str, int] = {}  # exchanges of the last step by operator, a group counted once
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
-        """One step of all ranks. Raises EngineError when ranks wait for one another for ever, or disagree."""
+        """One step of all ranks. Raises EngineError when ranks deadlock, or disagree."""
         assert 0 < len(batch.ids_T) <= self.max_rows, f"{len(batch.ids_T)} rows, at most {self.max_rows}"
         outputs = self._run(batch)
         for part in self.parts:

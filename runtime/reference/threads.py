@@ -1,4 +1,4 @@
-"""All ranks of a partitioned model on the generated CPU backend in one process, a thread each.
+"""All ranks of a partitioned model on the generated CPU backend in one process, one thread each.
 
 For tests of the programs and for tools: a served model runs its ranks in processes.
 """
@@ -51,7 +51,7 @@ class CpuRanks:
         self.max_positions = min(pages * PAGE_TOKENS, *(rank.facts.max_positions for rank in self._ranks))
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
-        """One step of all ranks. Raises what stopped the first that failed, EngineError when they wait for ever."""
+        """One step of all ranks. Raises the error of the first that failed, EngineError when they deadlock."""
         meetings = ThreadMeetings(self._timeout_s)
 
         def run(rank: CpuRank) -> StepResult | None:
@@ -64,10 +64,10 @@ class CpuRanks:
         results = [future.result() for future in [self._threads.submit(run, rank) for rank in self._ranks]]
         if meetings.cause is not None:
             raise meetings.cause
-        given = [result for result in results if result is not None]
-        if any(not np.array_equal(given[0].argmax_L, other.argmax_L) for other in given[1:]):
+        first, *others = (result for result in results if result is not None)
+        if any(not np.array_equal(first.argmax_L, other.argmax_L) for other in others):
             raise EngineError("ranks of the last stage that differ in their results", "one result", "report this fault")
-        return given[0]
+        return first
 
     def top_successors(self, logits_LV: NDArray[np.float32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         return top_successors(logits_LV, k)

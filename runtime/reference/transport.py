@@ -1,4 +1,4 @@
-"""Exchanges between ranks of one process: a table of who has arrived, and two ways to wait at it.
+"""Exchanges between ranks of one process: a table of the ranks that have arrived, and two ways to wait at it.
 
 An exchange is computed by its record's reference, over the operands of all ranks in the group's order: the oracle for
 every transport that sends messages.
@@ -25,7 +25,7 @@ Results = tuple[torch.Tensor, ...]
 
 
 class MeetingTable:
-    """Who has arrived at which exchange of a step. ``count``: exchanges that took place, a group counted once."""
+    """The ranks that have arrived at each exchange of a step. ``count``: finished exchanges, a group counted once."""
 
     def __init__(self) -> None:
         self.count: dict[str, int] = {}
@@ -33,7 +33,7 @@ class MeetingTable:
         self._times: dict[tuple[Meeting, int], int] = {}  # how often a rank came to a meeting of this description
 
     def meet(self, rank: int, node: Node, operands: Sequence[torch.Tensor]) -> list[tuple[int, Results]]:
-        """Take a rank's operands; give the results to all who can go on, if it was the last."""
+        """Take a rank's operands; if it is the last of its group, return the results of all that can continue."""
         meeting = meeting_of(rank, node)
         number = self._times[meeting, rank] = self._times.get((meeting, rank), 0) + 1
         arrived = self._arrived.setdefault((meeting, number), {})
@@ -48,7 +48,7 @@ class MeetingTable:
         return [(member, results) for member in meeting.ranks]
 
     def waiting(self) -> str:
-        """Who waits where, for a message."""
+        """The waiting ranks, for a message."""
         shown = [
             f"{sorted(ranks)} at {meeting.kind} of {meeting.ranks}" for (meeting, _), ranks in self._arrived.items()
         ]
@@ -56,7 +56,7 @@ class MeetingTable:
 
 
 def run_ranks(walks: Mapping[int, Walk], table: MeetingTable) -> dict[int, Tensors]:
-    """The outputs of all ranks, run in turn. Raises EngineError when all that are left wait."""
+    """The outputs of all ranks, run in turn. Raises EngineError on a deadlock."""
     outputs: dict[int, Tensors] = {}
     ready: deque[tuple[int, Results | None]] = deque((rank, None) for rank in walks)
     while ready:
@@ -73,8 +73,8 @@ def run_ranks(walks: Mapping[int, Walk], table: MeetingTable) -> dict[int, Tenso
 
 
 class ThreadMeetings:
-    """The table for ranks that run in threads of their own. When one gives up, ``cause`` is why; all others that wait
-    get an EngineError."""
+    """The table for ranks in threads of their own. When one fails, ``cause`` is its error, and ranks that wait get an
+    EngineError."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         self.table = MeetingTable()
@@ -84,19 +84,19 @@ class ThreadMeetings:
         self._changed = threading.Condition()
 
     def meet(self, rank: int, node: Node, operand: NDArray[np.float32] | None) -> NDArray[np.float32]:
-        """What an exchange gives this rank, once all have come. ``operand`` None: the rank has nothing to give."""
+        """This rank's result of an exchange, once all have arrived. ``operand`` None: the rank contributes nothing."""
         tensor = torch.empty(0) if operand is None else torch.from_numpy(operand.copy())
         with self._changed:
             self._done.update(self.table.meet(rank, node, [tensor]))
             self._changed.notify_all()
             self._changed.wait_for(lambda: rank in self._done or self.cause is not None, self._timeout_s)
-            if rank not in self._done:  # a result that is there is taken, whoever gave up since
+            if rank not in self._done:  # a result that is ready is taken, even if a rank has failed since
                 raise _stuck(self.table)
             (result,) = self._done.pop(rank)
         return result.numpy()
 
     def give_up(self, cause: BaseException) -> None:
-        """A rank failed: nobody waits for it any more. The first cause counts, others follow from it."""
+        """Record that a rank failed, and wake the others. The first cause counts, later ones follow from it."""
         with self._changed:
             self.cause = self.cause or cause
             self._changed.notify_all()

@@ -1,8 +1,7 @@
-"""The response of the generating endpoints: from submit to the last byte, with a cancel on every way out.
+"""The response of the generating endpoints: from submit to the last byte, with a cancel on every exit path.
 
-Deltas come from the engine's thread and go out on the event loop. The engine never waits here: what a slow reader has
-not taken yet piles up in a list whose length is bounded by the request's own max_tokens, and is handed over in one
-piece when the reader comes back.
+Deltas come from the engine's thread and go out on the event loop. The engine never waits for a reader: deltas of a slow
+one queue up in a list that the request's own max_tokens bounds, and are sent in one chunk when it reads again.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from flexspec.runtime.server.openai import (
     to_json,
     usage,
 )
-from flexspec.runtime.server.requests import Ask, Sample
+from flexspec.runtime.server.requests import GenerationRequest, Sample
 
-CUT_WAIT_S = 1.0  # after a cancel at shutdown, how long the engine has to hand over its last text
+CUT_WAIT_S = 1.0  # after a cancel at shutdown, how long the engine has to deliver its last text
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -43,25 +42,25 @@ _SSE_HEADERS = [
 
 
 class Answer(Response):
-    """Submits when it is sent, so that nothing can get lost between the endpoint and the first byte.
+    """Submits when it is sent, so that no request is lost between the endpoint and the first byte.
 
-    Errors of ``submit`` reach the application's handlers, because nothing has been sent then. A client that leaves ends
-    the work at once, streaming or not.
+    Errors of ``submit`` reach the application's handlers, because nothing has been sent yet. A client that disconnects
+    ends the work at once, streaming or not.
     """
 
-    def __init__(self, engine: EngineClient, ask: Ask, drain: Drain) -> None:
+    def __init__(self, engine: EngineClient, request: GenerationRequest, drain: Drain) -> None:
         super().__init__()
         self._engine = engine
-        self._ask = ask
+        self._request = request
         self._drain = drain
-        self._form: Format = ChatFormat(ask.model) if ask.kind == "chat" else TextFormat(ask.model)
+        self._form: Format = ChatFormat(request.model) if request.kind == "chat" else TextFormat(request.model)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generation = Generation(self._engine, self._ask.samples)
+        generation = Generation(self._engine, self._request.samples)
         try:
             generation.submit()
             with self._drain.cutting(generation.cut):
-                work = self._stream if self._ask.stream else self._whole
+                work = self._stream if self._request.stream else self._complete
                 await unless_gone(work(generation, send), receive)
         finally:
             generation.cancel()
@@ -70,54 +69,54 @@ class Answer(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
         opened: set[int] = set()
         failed = False
-        while not failed and (pieces := await generation.next_pieces()) is not None:
-            for piece in sorted(pieces, key=lambda piece: piece.finish_reason == "error"):  # an error is the last word
-                failed = failed or piece.finish_reason == "error"
-                for event in self._events(piece, opened):
+        while not failed and (chunks := await generation.next_chunks()) is not None:
+            for chunk in sorted(chunks, key=lambda chunk: chunk.finish_reason == "error"):  # an error comes last
+                failed = failed or chunk.finish_reason == "error"
+                for event in self._events(chunk, opened):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
-        if self._ask.include_usage and not failed:
+        if self._request.include_usage and not failed:
             event = sse({**self._form.chunk([]), "usage": self._usage(generation)})
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": SSE_DONE, "more_body": False})
 
-    def _events(self, piece: Piece, opened: set[int]) -> list[bytes]:
-        """Events of one piece: the opening of its choice, its text, and its end or error."""
+    def _events(self, chunk: Chunk, opened: set[int]) -> list[bytes]:
+        """Events of one chunk: the opening of its choice, its text, and its end or error."""
         choices: list[Json] = []
-        if piece.index not in opened and (piece.text or piece.finish_reason):
-            opened.add(piece.index)
-            opening = self._form.opening(piece.index)
+        if chunk.index not in opened and (chunk.text or chunk.finish_reason):
+            opened.add(chunk.index)
+            opening = self._form.opening(chunk.index)
             choices += [opening] if opening else []
-        if piece.text:
-            choices.append(self._form.piece(piece.index, piece.text))
-        if piece.finish_reason not in (None, "error"):
-            choices.append(self._form.closing(piece.index, str(piece.finish_reason)))
-        # OpenAI: every chunk has a usage field, null but for the last, when usage was asked for.
-        extra = {"usage": None} if self._ask.include_usage else {}
+        if chunk.text:
+            choices.append(self._form.content(chunk.index, chunk.text))
+        if chunk.finish_reason not in (None, "error"):
+            choices.append(self._form.closing(chunk.index, str(chunk.finish_reason)))
+        # OpenAI: every chunk has a usage field, null but for the last, when usage was requested.
+        extra = {"usage": None} if self._request.include_usage else {}
         events = [sse({**self._form.chunk([choice]), **extra}) for choice in choices]
-        if piece.finish_reason == "error":
-            events.append(sse(error_body(piece.error or NO_REASON, "server_error", None, "engine_error")))
+        if chunk.finish_reason == "error":
+            events.append(sse(error_body(chunk.error or NO_REASON, "server_error", None, "engine_error")))
         return events
 
-    async def _whole(self, generation: Generation, send: Send) -> None:
+    async def _complete(self, generation: Generation, send: Send) -> None:
         texts = [""] * len(generation.choices)
-        while (pieces := await generation.next_pieces()) is not None:
-            for piece in pieces:
-                texts[piece.index] += piece.text
-                if piece.finish_reason == "error":
-                    raise engine_error(piece.error)
+        while (chunks := await generation.next_chunks()) is not None:
+            for chunk in chunks:
+                texts[chunk.index] += chunk.text
+                if chunk.finish_reason == "error":
+                    raise engine_error(chunk.error)
         if any(choice.finish_reason == "cancelled" for choice in generation.choices):
-            raise shutting_down()  # half an answer must not look like a whole one; the client may ask again
+            raise shutting_down()  # a partial answer must not look complete; the client may retry
         choices = [
             self._form.choice(index, texts[index], choice.finish_reason or "")
             for index, choice in enumerate(generation.choices)
         ]
-        body = to_json({**self._form.whole(choices), "usage": self._usage(generation)})
+        body = to_json({**self._form.complete(choices), "usage": self._usage(generation)})
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _usage(self, generation: Generation) -> Json:
-        return usage(self._ask.prompt_tokens, [choice.stats for choice in generation.choices])
+        return usage(self._request.prompt_tokens, [choice.stats for choice in generation.choices])
 
 
 class Inbox:
@@ -136,7 +135,7 @@ class Inbox:
             self._items.append((index, delta))
             wake, self._waking = not self._waking, True
         if wake:
-            with suppress(RuntimeError):  # the loop is closed: nobody reads any more, the engine must not notice
+            with suppress(RuntimeError):  # the loop is closed: no reader is left, and the engine must not fail
                 self._loop.call_soon_threadsafe(self._filled.set)
 
     async def get(self) -> list[tuple[int, Delta]]:
@@ -151,14 +150,14 @@ class Inbox:
 
 @dataclass(slots=True)
 class Choice:
-    """What one choice has got so far. ``stats`` are the engine's at the end, our own counts before."""
+    """The state of one choice."""
 
     prompt_tokens: int
     request_id: int = -1
     tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
-    stats: RequestStats = field(default_factory=RequestStats)
+    stats: RequestStats = field(default_factory=RequestStats)  # the engine's, at the end
 
     def take(self, delta: Delta) -> None:
         self.tokens += len(delta.token_ids)
@@ -171,8 +170,8 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Text of one choice that has not been sent yet, and its end if it has come."""
+class Chunk:
+    """Unsent text of one choice, and its end if it has ended."""
 
     index: int
     text: str
@@ -181,7 +180,7 @@ class Piece:
 
 
 class Generation:
-    """The engine requests of one answer. ``cancel`` must run whatever happens after ``submit``."""
+    """The engine requests of one answer. ``cancel`` must run in any case after ``submit``."""
 
     def __init__(self, engine: EngineClient, samples: tuple[Sample, ...]) -> None:
         self._engine = engine
@@ -192,13 +191,13 @@ class Generation:
         self.choices = [Choice(len(sample.prompt_ids)) for sample in samples]
 
     def submit(self) -> None:
-        """Hand all choices to the engine. Raises its errors; those submitted before are then the caller's to cancel."""
+        """Submit all choices to the engine. Raises its errors; the caller then cancels those submitted before."""
         for sample, choice in zip(self._samples, self.choices, strict=True):
             deliver = partial(self._inbox.put, sample.index)
             choice.request_id = self._engine.submit(sample.prompt_ids, sample.params, deliver)
 
-    async def next_pieces(self) -> list[Piece] | None:
-        """What has come, at most one piece a choice; None when every choice has a finish_reason."""
+    async def next_chunks(self) -> list[Chunk] | None:
+        """New text, at most one chunk per choice; None when every choice has a finish_reason."""
         if all(choice.finish_reason is not None for choice in self.choices):
             return None
         texts: dict[int, list[str]] = {}
@@ -208,12 +207,12 @@ class Generation:
                 choice.take(delta)
                 texts.setdefault(index, []).append(delta.text)
         return [
-            Piece(index, "".join(parts), self.choices[index].finish_reason, self.choices[index].error)
+            Chunk(index, "".join(parts), self.choices[index].finish_reason, self.choices[index].error)
             for index, parts in texts.items()
         ]
 
     def cancel(self) -> None:
-        """Cancel what the engine may still work on."""
+        """Cancel the choices that the engine may still work on."""
         if self._cutter is not None:
             self._cutter.cancel()
         for choice in self.choices:
@@ -221,7 +220,7 @@ class Generation:
                 self._engine.cancel(choice.request_id)
 
     def cut(self) -> None:
-        """End the answer now: cancel, take what the engine still delivers, and close by ourselves if it does not."""
+        """End the answer now: cancel, take what the engine still delivers, and close it ourselves if nothing comes."""
         self.cancel()
         self._cutter = self._loop.call_later(CUT_WAIT_S, self._close)
 
@@ -232,7 +231,7 @@ class Generation:
 
 
 async def unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run ``work``, but stop it as soon as the client has gone. Raises what ``work`` raises."""
+    """Run ``work``, but stop it as soon as the client disconnects. Raises what ``work`` raises."""
     job = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:

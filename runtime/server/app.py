@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and every error in OpenAI's format. Owns no state but what it is given.
+"""The HTTP application: routes, and every error in OpenAI's format. Owns no state.
 
 Imports no torch: the CPU path serves without it.
 """
@@ -29,17 +29,17 @@ from flexspec.runtime.server.failures import Failure, HttpError, failure_of, shu
 from flexspec.runtime.server.metrics import Metrics
 from flexspec.runtime.server.openai import Json, model_card
 from flexspec.runtime.server.requests import (
-    Ask,
     ChatBody,
     ChatRenderer,
     CompletionBody,
+    GenerationRequest,
     ServerLimits,
     Tokenizer,
     read_chat,
     read_completion,
 )
 
-Reader = Callable[[Json], Ask]
+Reader = Callable[[Json], GenerationRequest]
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 
 
@@ -57,21 +57,21 @@ def create_app(
     """
     app = FastAPI(title="flexspec", version=__version__, docs_url=None, redoc_url=None)
     app.state.drain, app.state.engine = Drain(), engine
-    desk = _Desk(engine, model_name, limits, app.state.drain)
+    handler = _RequestHandler(engine, model_name, limits, app.state.drain)
     as_chat: Reader = partial(read_chat, tokenizer=tokenizer, chat=chat, limits=limits)
     as_text: Reader = partial(read_completion, tokenizer=tokenizer, limits=limits)
     parts: Json = {}
-    _add_generating(app, desk, CHAT_PATH, ChatBody, as_chat, parts)
-    _add_generating(app, desk, TEXT_PATH, CompletionBody, as_text, parts)
+    _add_generating(app, handler, CHAT_PATH, ChatBody, as_chat, parts)
+    _add_generating(app, handler, TEXT_PATH, CompletionBody, as_text, parts)
     _add_models(app, model_name)
-    _add_watching(app, engine, metrics, limits)
+    _add_monitoring(app, engine, metrics, limits)
     _add_error_handlers(app, metrics)
     app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(parts)
     return app
 
 
-class _Desk:
-    """Takes a request in: body, model name, parameters; gives the answer that will run it."""
+class _RequestHandler:
+    """Reads a request (body, model name, parameters) and returns the answer that will run it."""
 
     def __init__(self, engine: EngineClient, model_name: str, limits: ServerLimits, drain: Drain) -> None:
         self._engine = engine
@@ -79,16 +79,16 @@ class _Desk:
         self._limits = limits
         self._drain = drain
 
-    async def take(self, request: Request, read: Reader) -> Response:
+    async def answer(self, request: Request, read: Reader) -> Response:
         body = await self._body(request)
         model = body.get("model")
         if isinstance(model, str) and model != self._model_name:
             raise wrong_model(model, self._model_name)
         # In a thread: tokenizing a long prompt takes many milliseconds, and all streams share this loop.
-        ask = await asyncio.to_thread(read, body)
+        parsed = await asyncio.to_thread(read, body)
         if self._drain.started:
             raise shutting_down()
-        return Answer(self._engine, ask, self._drain)
+        return Answer(self._engine, parsed, self._drain)
 
     async def _body(self, request: Request) -> Json:
         data = bytearray()
@@ -106,15 +106,17 @@ class _Desk:
         return body
 
 
-def _add_generating(app: FastAPI, desk: _Desk, path: str, shape: type[BaseModel], read: Reader, parts: Json) -> None:
-    # The body is read by hand (size limit, OpenAI's errors), so the schema in /openapi.json is given by hand too.
+def _add_generating(
+    app: FastAPI, handler: _RequestHandler, path: str, shape: type[BaseModel], read: Reader, parts: Json
+) -> None:
+    # The body is read by hand (size limit, OpenAI's errors), so the schema in /openapi.json is added by hand too.
     schema = shape.model_json_schema(ref_template="#/components/schemas/{model}")
     parts.update(schema.pop("$defs", {}))
     content = {"application/json": {"schema": schema}}
     extra = {"requestBody": {"content": content, "required": True}}
 
     async def generate(request: Request) -> Response:
-        return await desk.take(request, read)
+        return await handler.answer(request, read)
 
     app.add_api_route(path, generate, methods=["POST"], response_class=Response, openapi_extra=extra)
 
@@ -134,7 +136,7 @@ def _add_models(app: FastAPI, model_name: str) -> None:
     app.add_api_route("/v1/models/{name:path}", model, methods=["GET"])
 
 
-def _add_watching(app: FastAPI, engine: EngineClient, metrics: Metrics, limits: ServerLimits) -> None:
+def _add_monitoring(app: FastAPI, engine: EngineClient, metrics: Metrics, limits: ServerLimits) -> None:
     async def health() -> Response:
         load, age_s = engine.load(), engine.last_step_age_s()
         stalled = load.running + load.queued > 0 and age_s > limits.stall_s
@@ -184,7 +186,7 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, __: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nginx's number for a client that left; nobody reads it
+        return Response(status_code=499)  # nginx's number for a client that disconnected; nobody reads it
 
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""Where a shutdown stands: who must still be ended, and whether new work is taken. Used on the event loop only."""
+"""The state of a shutdown: which answers are still running, and whether new ones start. For the event loop only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class Drain:
-    """Nothing, then ``begin`` (no new requests; the running ones go on), then ``expire`` (the running ones are cut)."""
+    """First ``begin`` (no new requests; running answers go on), then ``expire`` (running answers are cut)."""
 
     def __init__(self) -> None:
         self.started = False
@@ -16,7 +16,7 @@ class Drain:
         self._next = 0
 
     def begin(self) -> None:
-        """Take no new requests from now on."""
+        """Accept no new requests from now on."""
         self.started = True
 
     def expire(self) -> None:

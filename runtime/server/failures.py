@@ -1,4 +1,4 @@
-"""Errors as HTTP answers in OpenAI's format. Owns which error gives which status, type and code."""
+"""Errors as HTTP answers in OpenAI's format. Owns the status, type and code of each error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_REASON = "the engine gave no reason"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What an error looks like from outside."""
+    """An error as the client sees it."""
 
     status: int
     message: str
@@ -32,7 +32,7 @@ class Failure:
 
 
 class HttpError(Exception):
-    """An error that only HTTP knows: wrong path, wrong model name, body too large, shutting down."""
+    """An error that exists only in HTTP: wrong path, wrong model name, body too large, shutting down."""
 
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
@@ -46,7 +46,7 @@ def failure_of(error: FlexspecError, prompt_param: str = "prompt") -> Failure:
         case UnsupportedError():
             return Failure(400, message, param=error.param, code="unsupported_parameter")
         case RequestError():
-            param = prompt_param if error.param == "prompt" else error.param  # the engine knows no chats
+            param = prompt_param if error.param == "prompt" else error.param  # the engine has no notion of chats
             return Failure(400, message, param=param, code="invalid_value")
         case QueueFullError():
             wait = {"Retry-After": str(error.retry_after_s)}
@@ -60,7 +60,7 @@ def failure_of(error: FlexspecError, prompt_param: str = "prompt") -> Failure:
 
 
 def wrong_model(asked: str, served: str) -> HttpError:
-    """404: the request names another model than the one served."""
+    """404: the request names a model that is not served."""
     message = f"The model {asked!r} is not served here. Fix: send model={served!r} (GET /v1/models lists it)"
     return HttpError(Failure(404, message, param="model", code="model_not_found"))
 

@@ -1,4 +1,4 @@
-"""The server's address, taken before anything slow: a busy port must not be found after minutes of loading weights."""
+"""The server's address, bound before anything slow: a busy port must fail before minutes of loading weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FIXES = {
 def reserve_port(host: str, port: int) -> socket.socket:
     """Bind and listen; port 0 takes a free one. Raises PortError naming the address and the fix.
 
-    Listening already here keeps a second process off: two sockets with SO_REUSEADDR may both be bound while neither
-    listens. Clients that come early wait in the backlog until the server runs.
+    Listening already keeps a second process off: two sockets with SO_REUSEADDR may both be bound while neither
+    listens. Early clients wait in the backlog until the server runs.
     """
     if not 0 <= port <= 65535:  # getaddrinfo would take the port modulo 65536
         raise PortError(

@@ -1,4 +1,4 @@
-"""Chat messages: roles and contents that templates know; everything else is refused by its place in the request."""
+"""Chat messages: roles and contents that templates know; errors name the place of anything else in the request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def _parse_message(message: Mapping[str, object], where: str) -> dict[str, str]:
     role = message.get("role")
     if role not in ROLES:
         raise UnsupportedError(
-            f"{where}.role={shown(role)}", f"one of {', '.join(ROLES)}", "send a role of these", param=f"{where}.role"
+            f"{where}.role={shown(role)}",
+            f"one of {', '.join(ROLES)}",
+            "send one of these roles",
+            param=f"{where}.role",
         )
     text = _text(message.get("content"), f"{where}.content")
     refuse_unencodable(text, f"{where}.content")

@@ -1,8 +1,7 @@
-"""Counters for Prometheus: what was asked, what was generated, what speculation did. Thread-safe.
+"""Prometheus metrics of requests, generated tokens and speculation. Thread-safe.
 
-Only sums are kept. Acceptance is accepted / drafted of the sums and tokens a round is committed / rounds of the sums,
-taken by whoever reads them: a mean of per-request ratios weighs a short request as much as a long one and is wrong by
-tens of percent (slime#2240).
+Only sums are kept. Readers divide them: acceptance is accepted / drafted, tokens per round committed / rounds. A mean
+of per-request ratios weighs a short request as much as a long one and is wrong by tens of percent (slime#2240).
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Metrics:
     def record_round(self, source: str, drafted: Sequence[int], accepted: Sequence[int], committed: int) -> None:
         """One round of one request. ``drafted[d]`` tree nodes at depth d + 1 and how many of them were accepted.
 
-        ``source`` is the drafter's name ("off" for a round with no draft); ``committed`` the tokens the round gave, at
+        ``source`` is the drafter's name ("off" for a round with no draft); ``committed`` the tokens of the round, at
         least one. A tree with nodes of several sources is recorded once for each: with its committed tokens for one of
         them and with 0 for the others, so that it stays one round.
         """

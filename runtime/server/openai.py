@@ -1,6 +1,6 @@
 """The shapes of OpenAI's answers: whole objects, stream chunks, usage, errors. Data only; nothing here waits.
 
-One addition: ``usage.flexspec`` says what speculation did for this answer.
+One addition: ``usage.flexspec`` has the counts of speculation for this answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LINE_BREAKS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"
 
 
 def to_json(value: Json) -> bytes:
-    """UTF-8 JSON in one line, with no character in it that any reader takes for a line break."""
+    """UTF-8 JSON in one line, without characters that some readers take for a line break."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     for character, escape in _LINE_BREAKS:
         text = text.replace(character, escape)
@@ -48,14 +48,14 @@ class ChatFormat:
     def chunk(self, choices: list[Json]) -> Json:
         return _envelope(self, "chat.completion.chunk", choices)
 
-    def whole(self, choices: list[Json]) -> Json:
+    def complete(self, choices: list[Json]) -> Json:
         return _envelope(self, "chat.completion", choices)
 
     def opening(self, index: int) -> Json | None:
-        """The first chunk of a choice says who speaks."""
+        """The first chunk of a choice names the role."""
         return _choice(index, "delta", {"role": "assistant", "content": ""}, None)
 
-    def piece(self, index: int, text: str) -> Json:
+    def content(self, index: int, text: str) -> Json:
         return _choice(index, "delta", {"content": text}, None)
 
     def closing(self, index: int, reason: str) -> Json:
@@ -76,13 +76,13 @@ class TextFormat:
     def chunk(self, choices: list[Json]) -> Json:
         return _envelope(self, "text_completion", choices)
 
-    def whole(self, choices: list[Json]) -> Json:
+    def complete(self, choices: list[Json]) -> Json:
         return _envelope(self, "text_completion", choices)
 
     def opening(self, index: int) -> Json | None:
         return None
 
-    def piece(self, index: int, text: str) -> Json:
+    def content(self, index: int, text: str) -> Json:
         return _choice(index, "text", text, None)
 
     def closing(self, index: int, reason: str) -> Json:
@@ -98,7 +98,7 @@ Format = ChatFormat | TextFormat
 def usage(prompt_tokens: int, stats: Sequence[RequestStats]) -> Json:
     """Token counts of an answer and what speculation did: sums over its choices, and their ratio.
 
-    ``tokens_per_round`` leaves out the first token of each choice, which the prefill gives; null without a round.
+    ``tokens_per_round`` leaves out the first token of each choice, which comes from the prefill; null without a round.
     """
     completion = sum(item.completion_tokens for item in stats)
     rounds = sum(item.rounds for item in stats)

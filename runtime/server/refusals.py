@@ -1,7 +1,7 @@
-"""What a request may not ask for: every parameter that is not offered is refused by name, none is ignored.
+"""Parameters that are not offered: each is refused by name, none is ignored.
 
-Owns the table of OpenAI parameters that are not offered and the values of each that ask for nothing, which clients send
-by habit and which are therefore let through.
+Owns the table of OpenAI parameters that are not offered, and of their values without effect, which clients send by
+habit and which are therefore accepted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BOTH: dict[str, tuple[object, ...]] = {
     "logprobs": (False,),
 }
 
-# Value(s) that ask for nothing, besides null.
+# Values without effect, besides null.
 CHAT_NEUTRAL: dict[str, tuple[object, ...]] = {
     **_BOTH,
     "audio": (),
@@ -64,7 +64,7 @@ MESSAGE_NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 class UnsupportedError(RequestError):
-    """A parameter or value that OpenAI has and this server does not offer, or that nobody knows."""
+    """A parameter or value that this server does not offer, or an unknown one."""
 
 
 def refuse_others(
@@ -75,7 +75,7 @@ def refuse_others(
     ``where`` is the path in front of the key, such as ``messages[0].``.
     """
     for key, value in body.items():
-        if key in offered or (key in neutral and (value is None or _asks_nothing(value, neutral[key]))):
+        if key in offered or (key in neutral and (value is None or _has_no_effect(value, neutral[key]))):
             continue
         name = where + key
         if key not in neutral:
@@ -93,6 +93,6 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _asks_nothing(value: object, neutral: tuple[object, ...]) -> bool:
+def _has_no_effect(value: object, neutral: tuple[object, ...]) -> bool:
     # Not plain equality: False == 0 in Python, but logprobs=0 asks for something and logprobs=false does not.
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)

@@ -1,8 +1,8 @@
 """Bodies of the two generating endpoints, checked and turned into engine requests.
 
-Owns which parameters are offered, their types and their defaults. Ranges are SamplingParams' business, token ids and
-lengths the engine's; what is not offered is refusals.py's. The default temperature is 1.0, as OpenAI's, not the
-engine's 0.0: a client that leaves it out gets what it gets elsewhere.
+Owns which parameters are offered, their types and their defaults. SamplingParams checks ranges, the engine token ids
+and lengths, and refusals.py what is not offered. The default temperature is OpenAI's 1.0, not the engine's 0.0: a
+client that leaves it out gets what it gets elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SEED_SPAN = 2**64
 
 
 class Tokenizer(Protocol):
-    """Text to token ids; ``add_special`` puts the tokens that begin a document (BOS) in front, where they lack."""
+    """Text to token ids; ``add_special`` puts the tokens that begin a document (BOS) in front, if missing."""
 
     def encode(self, text: str, add_special: bool) -> list[int]: ...
 
@@ -55,13 +55,13 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A checked HTTP request. ``prompt_tokens`` counts each prompt once, however many choices it gets."""
+class GenerationRequest:
+    """A checked HTTP request."""
 
     kind: Literal["chat", "text"]
     model: str
     samples: tuple[Sample, ...]
-    prompt_tokens: int
+    prompt_tokens: int  # each prompt counted once, however many choices it has
     stream: bool
     include_usage: bool
 
@@ -113,13 +113,15 @@ class CompletionBody(GenerateBody):
     prompt: Any = Field(json_schema_extra={"description": "string, strings, token ids, or lists of token ids"})
 
 
-def read_chat(body: Mapping[str, object], tokenizer: Tokenizer, chat: ChatRenderer | None, limits: ServerLimits) -> Ask:
+def read_chat(
+    body: Mapping[str, object], tokenizer: Tokenizer, chat: ChatRenderer | None, limits: ServerLimits
+) -> GenerationRequest:
     """Check a chat body and tokenize it. Raises RequestError with the parameter's name.
 
     ``chat`` None: the model has no chat template, and every chat is refused.
     """
-    asked = _validate(ChatBody, body, CHAT_NEUTRAL)
-    messages = parse_messages(asked.messages)
+    parsed = _validate(ChatBody, body, CHAT_NEUTRAL)
+    messages = parse_messages(parsed.messages)
     if chat is None:
         raise RequestError(
             "a chat for a model without a chat template", "a prompt", "use /v1/completions", param="messages"
@@ -128,30 +130,30 @@ def read_chat(body: Mapping[str, object], tokenizer: Tokenizer, chat: ChatRender
         text = chat.render(messages)
     except TokenizerError as error:
         raise RequestError(error.found, error.expected, error.fix, param="messages") from error
-    # BOS exactly once: some templates write it, others leave it to the tokenizer, which adds it only where it lacks. A
+    # BOS exactly once: some templates write it, others leave it to the tokenizer, which adds it only if missing. A
     # second one would shift the whole prompt (vllm#9519).
     prompt = tokenizer.encode(text, True)
     name = "max_tokens"
-    max_tokens = asked.max_tokens
-    if asked.max_completion_tokens is not None:
-        if max_tokens not in (None, asked.max_completion_tokens):
+    max_tokens = parsed.max_tokens
+    if parsed.max_completion_tokens is not None:
+        if max_tokens not in (None, parsed.max_completion_tokens):
             raise RequestError(
-                f"max_tokens={max_tokens} and max_completion_tokens={asked.max_completion_tokens}",
+                f"max_tokens={max_tokens} and max_completion_tokens={parsed.max_completion_tokens}",
                 "one limit", "send max_completion_tokens only", param="max_completion_tokens",
             )  # fmt: skip
-        max_tokens, name = asked.max_completion_tokens, "max_completion_tokens"
+        max_tokens, name = parsed.max_completion_tokens, "max_completion_tokens"
     if max_tokens is None:
         rest = max(1, limits.context_tokens - len(prompt))
         max_tokens = min(rest, limits.default_max_tokens or rest)
-    return _ask("chat", asked, [prompt], max_tokens, name, limits)
+    return _build_request("chat", parsed, [prompt], max_tokens, name, limits)
 
 
-def read_completion(body: Mapping[str, object], tokenizer: Tokenizer, limits: ServerLimits) -> Ask:
+def read_completion(body: Mapping[str, object], tokenizer: Tokenizer, limits: ServerLimits) -> GenerationRequest:
     """Check a completion body and tokenize it. Raises RequestError with the parameter's name."""
-    asked = _validate(CompletionBody, body, TEXT_NEUTRAL)
-    prompts = parse_prompts(asked.prompt, lambda text: tokenizer.encode(text, True), limits)
-    max_tokens = COMPLETION_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
-    return _ask("text", asked, prompts, max_tokens, "max_tokens", limits)
+    parsed = _validate(CompletionBody, body, TEXT_NEUTRAL)
+    prompts = parse_prompts(parsed.prompt, lambda text: tokenizer.encode(text, True), limits)
+    max_tokens = COMPLETION_MAX_TOKENS if parsed.max_tokens is None else parsed.max_tokens
+    return _build_request("text", parsed, prompts, max_tokens, "max_tokens", limits)
 
 
 def parse_prompts(prompt: object, encode: Callable[[str], list[int]], limits: ServerLimits) -> list[list[int]]:
@@ -166,19 +168,19 @@ def parse_prompts(prompt: object, encode: Callable[[str], list[int]], limits: Se
         raise _bad_prompt(prompt)
     if len(prompts) > limits.max_choices:
         raise RequestError(
-            f"{len(prompts)} prompts", f"at most {limits.max_choices}", "send fewer prompts a request", param="prompt"
+            f"{len(prompts)} prompts", f"at most {limits.max_choices}", "send fewer prompts per request", param="prompt"
         )
     kind = type(prompts[0])
-    found: list[list[int]] = []
+    token_lists: list[list[int]] = []
     for item in prompts:
         if isinstance(item, str) and kind is str:
             refuse_unencodable(item, "prompt")
-            found.append(encode(item))
+            token_lists.append(encode(item))
         elif isinstance(item, list) and kind is list and all(type(token) is int for token in item):
-            found.append(item)
+            token_lists.append(item)
         else:
             raise _bad_prompt(prompt)
-    return found
+    return token_lists
 
 
 def _bad_prompt(prompt: object) -> RequestError:
@@ -188,44 +190,44 @@ def _bad_prompt(prompt: object) -> RequestError:
     )  # fmt: skip
 
 
-def _ask(
+def _build_request(
     kind: Literal["chat", "text"],
-    asked: GenerateBody,
+    parsed: GenerateBody,
     prompts: list[list[int]],
     max_tokens: int,
     max_tokens_name: str,
     limits: ServerLimits,
-) -> Ask:
-    if len(prompts) * asked.n > limits.max_choices:
+) -> GenerationRequest:
+    if len(prompts) * parsed.n > limits.max_choices:
         raise RequestError(
-            f"{len(prompts)} prompts with n={asked.n}", f"at most {limits.max_choices} choices", "send a smaller n",
+            f"{len(prompts)} prompts with n={parsed.n}", f"at most {limits.max_choices} choices", "send a smaller n",
             param="n",
         )  # fmt: skip
-    options = asked.stream_options
-    if options is not None and not asked.stream:
+    options = parsed.stream_options
+    if options is not None and not parsed.stream:
         raise RequestError(
             "stream_options without stream", "stream=true", "leave stream_options out", param="stream_options"
         )
-    params = [_params(asked, max_tokens, max_tokens_name, nth) for nth in range(asked.n)]
+    params = [_params(parsed, max_tokens, max_tokens_name, nth) for nth in range(parsed.n)]
     samples = tuple(
-        Sample(place * asked.n + nth, ids, params[nth]) for place, ids in enumerate(prompts) for nth in range(asked.n)
+        Sample(place * parsed.n + nth, ids, params[nth]) for place, ids in enumerate(prompts) for nth in range(parsed.n)
     )
     usage = options is not None and options.include_usage
-    return Ask(kind, asked.model, samples, sum(map(len, prompts)), asked.stream, usage)
+    return GenerationRequest(kind, parsed.model, samples, sum(map(len, prompts)), parsed.stream, usage)
 
 
-def _params(asked: GenerateBody, max_tokens: int, max_tokens_name: str, nth: int) -> SamplingParams:
-    """Parameters of the nth choice of a prompt; a seed moves by one each choice, so that the choices differ."""
-    stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+def _params(parsed: GenerateBody, max_tokens: int, max_tokens_name: str, nth: int) -> SamplingParams:
+    """Parameters of the nth choice of a prompt; the seed grows by one per choice, so that choices differ."""
+    stop = (parsed.stop,) if isinstance(parsed.stop, str) else tuple(parsed.stop or ())
     for text in stop:
         refuse_unencodable(text, "stop")
-    seed = asked.seed
+    seed = parsed.seed
     if seed is not None and seed + nth >= _SEED_SPAN > seed:
         seed -= _SEED_SPAN
     try:
         return SamplingParams(
             **{
-                **{name: getattr(asked, name) for name in sampling_fields()},
+                **{name: getattr(parsed, name) for name in sampling_fields()},
                 "max_tokens": max_tokens,
                 "seed": None if seed is None else seed + nth,
                 "stop": stop,
@@ -241,9 +243,9 @@ def _params(asked: GenerateBody, max_tokens: int, max_tokens_name: str, nth: int
 
 def _validate(shape: type[Body], body: Mapping[str, object], neutral: Mapping[str, tuple[object, ...]]) -> Body:
     refuse_others(body, shape.model_fields, neutral)
-    given = {key: value for key, value in body.items() if key in shape.model_fields and value is not None}
+    values = {key: value for key, value in body.items() if key in shape.model_fields and value is not None}
     try:
-        return shape.model_validate(given)
+        return shape.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise _type_error(first["loc"], first["type"], first["msg"], first["input"], shape) from None

@@ -1,7 +1,7 @@
-"""Runs the application under uvicorn until a signal, and ends it so that no stream is left hanging.
+"""Runs the application under uvicorn until a signal, and stops it without leaving a stream hanging.
 
 First SIGTERM or SIGINT: no new connections or requests; running answers have ``grace_s`` to finish, then they are cut
-with finish_reason "cancelled" (streams) or 503 (others). A second one: out at once.
+with finish_reason "cancelled" (streams) or 503 (others). A second one exits at once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from flexspec.runtime.server.answer import CUT_WAIT_S
 from flexspec.runtime.server.drain import Drain
 from flexspec.runtime.server.listen import BACKLOG
 
-_FLUSH_S = 4.0  # after the cut, for readers that are still taking their last bytes
-_TICKS_PER_LOOK = 5  # uvicorn ticks ten times a second
+_FLUSH_S = 4.0  # after the cut, for clients that are still reading their last bytes
+_TICKS_PER_CHECK = 5  # uvicorn ticks ten times a second
 
 
 class HttpServer(uvicorn.Server):
@@ -62,12 +62,12 @@ class HttpServer(uvicorn.Server):
         return self.exit_code
 
     def stop(self) -> None:
-        """What the first signal does."""
+        """As the first signal."""
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            os._exit(128 + sig)  # the second signal means now: no thread, no finally, no flush can hold it up
+            os._exit(128 + sig)  # the second signal means now: no thread, no finally, no flush may delay it
         # Not recorded as uvicorn does: it would raise the signal again at the end, and the exit code would not be 0.
         self.should_exit = True
 
@@ -77,7 +77,7 @@ class HttpServer(uvicorn.Server):
             self._on_ready()
 
     async def on_tick(self, counter: int) -> bool:
-        if self._exit_on_failure and counter % _TICKS_PER_LOOK == 0 and self._engine.load().failure is not None:
+        if self._exit_on_failure and counter % _TICKS_PER_CHECK == 0 and self._engine.load().failure is not None:
             self.exit_code = 1
             self.should_exit = True
         return await super().on_tick(counter)
@@ -100,10 +100,10 @@ def serve(
     on_ready: Callable[[], None] | None = None,
     exit_on_failure: bool = True,
 ) -> int:
-    """Serve on a socket from ``reserve_port`` until SIGTERM, SIGINT or a failure of the engine; gives the exit code.
+    """Serve on a socket from ``reserve_port`` until SIGTERM, SIGINT or a failure of the engine; returns the exit code.
 
-    Call it from the main thread: signals are only handled there. ``on_ready`` is called once requests are taken. The
-    engine is the caller's to close afterwards.
+    Call it from the main thread: signals are only handled there. ``on_ready`` is called once requests are accepted. The
+    caller closes the engine afterwards.
     """
     server = HttpServer(app, grace_s=grace_s, on_ready=on_ready, exit_on_failure=exit_on_failure)
     return server.run_on(listener)

@@ -1,4 +1,4 @@
-"""Chat templates: messages to prompt text with sandboxed Jinja, with the names and filters that transformers gives."""
+"""Chat templates: messages to prompt text with sandboxed Jinja, with the names and filters of transformers."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def render_chat(
 ) -> str:
     """Render ``messages`` ({"role", "content"}) as the model's prompt text.
 
-    ``specials`` are texts such as bos_token and eos_token. The text holds BOS where the template writes it; encode it
-    with ``Tokenizer.encode(text, add_special=True)``, which adds BOS only where it lacks. Raises TokenizerError for a
+    ``specials`` are texts such as bos_token and eos_token. The text has BOS if the template writes it; encode it
+    with ``Tokenizer.encode(text, add_special=True)``, which adds BOS only if it is missing. Raises TokenizerError for a
     template that does not compile or breaks out of the sandbox, RequestError for messages that it cannot render.
     """
     if not messages:

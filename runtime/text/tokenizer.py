@@ -53,15 +53,15 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         prefix: list[int] = _guarded(lambda: self._inner.encode("", add_special_tokens=True).ids)
         while prefix and prefix[-1] in self.eos_ids and prefix[-1] != bos_id:
-            prefix.pop()  # an end-of-sequence token behind a prompt would end the reply before it begins
+            prefix.pop()  # an end-of-sequence token after a prompt would end the reply before it begins
         self._prefix = prefix
 
     def encode(self, text: str, add_special: bool) -> list[int]:
         """Token ids of ``text``; texts of special tokens count as those tokens.
 
-        With ``add_special`` the tokenizer's own prefix (BOS, if it has one) comes first; what of it the text begins
-        with already is not put in twice: a chat template that writes BOS itself still gives exactly one. Raises
-        RequestError for text that is not Unicode (lone surrogates).
+        With ``add_special`` the tokenizer's own prefix (BOS, if it has one) comes first, except for the part that the
+        text already begins with: a chat template that writes BOS itself still gives exactly one. Raises RequestError
+        for text that is not Unicode (lone surrogates).
         """
         if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
             raise RequestError("text with a lone surrogate", "valid Unicode", "send whole UTF-16 pairs")
@@ -87,7 +87,7 @@ class Tokenizer:
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, a special token's being its text; empty for an id without a token."""
+        """The bytes a token stands for (a special token's text); empty for an id without a token."""
         known = self._bytes.get(token_id)
         if known is None:
             text = self.token(token_id)
@@ -96,7 +96,7 @@ class Tokenizer:
         return known
 
     def leading_spaces_dropped(self) -> int:
-        """How many leading spaces the tokenizer itself put before a text and takes away again."""
+        """How many leading spaces the tokenizer puts before a text and decoding removes."""
         return self._rules.strip
 
 
@@ -130,7 +130,7 @@ class Detokenizer:
         return self._stripped(self._decoder.decode(data))
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character that never came whole, else nothing."""
+        """The rest at the end: U+FFFD for an incomplete character, else nothing."""
         text = self._stripped(self._decoder.decode(b"", final=True))
         self._decoder.reset()
         return text
@@ -188,7 +188,7 @@ class _DecodeRules:
 
 
 def _guarded(call: Callable[[], _T]) -> _T:
-    """Run a call into the tokenizers library; its errors, panics of its Rust code among them, become TokenizerError."""
+    """Run a call into the tokenizers library; its errors, panics of its Rust code included, become TokenizerError."""
     try:
         return call()
     except Exception as error:

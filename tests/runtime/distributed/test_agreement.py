@@ -11,13 +11,13 @@ from flexspec.runtime.distributed.agreement import Agreement, check_agreement
 
 SIDE = Agreement(artifact="ab" * 32, device="cpu", max_rows=256, pages=64, draft="auto", context_tokens=0)
 CHANGES = {
-    "version": ("0.0.9", "flexspec version (0.0.9) than rank 0"),
-    "artifact": ("cd" * 32, "artifact (cdcdcdcdcdcd...) than rank 0 (abababababab...)"),
-    "device": ("cuda", "--device (cuda) than rank 0 (cpu)"),
-    "max_rows": (40, "number of rows a step may have (--max-requests) (40) than rank 0 (256)"),
-    "pages": (8, "number of KV pages (--kv-tokens) (8) than rank 0 (64)"),
-    "draft": ("off", "--draft (off) than rank 0 (auto)"),
-    "context_tokens": (128, "--context (128) than rank 0 (0)"),
+    "version": ("0.0.9", "flexspec version (0.0.9) from rank 0"),
+    "artifact": ("cd" * 32, "artifact (cdcdcdcdcdcd...) from rank 0 (abababababab...)"),
+    "device": ("cuda", "--device (cuda) from rank 0 (cpu)"),
+    "max_rows": (40, "number of rows a step may have (--max-requests) (40) from rank 0 (256)"),
+    "pages": (8, "number of KV pages (--kv-tokens) (8) from rank 0 (64)"),
+    "draft": ("off", "--draft (off) from rank 0 (auto)"),
+    "context_tokens": (128, "--context (128) from rank 0 (0)"),
 }
 
 

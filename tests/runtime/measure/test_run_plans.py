@@ -20,7 +20,7 @@ from flexspec.errors import PlanError
 from flexspec.host.cores import usable_cores
 from flexspec.runtime.measure import trials
 from flexspec.runtime.measure.round_runs import MeasuredRound
-from flexspec.runtime.measure.run_plans import whole_rounds
+from flexspec.runtime.measure.run_plans import complete_rounds
 from flexspec.runtime.measure.trials import draft_entry, trials_of_machine
 from flexspec.types import DType
 
@@ -85,7 +85,7 @@ def test_a_round_is_its_lines(several: bool, draft_us: float, expected: dict[str
         lines[DRAFT, "linear"] = np.array([120.0])
     before = dict(lines)
     names = {(DRAFT, BETWEEN): "draft between", (MESSAGES, ALL): "messages", (HOST, ALL): "host"}
-    whole = whole_rounds(lines, [MeasuredRound(1000.0, draft_us, 500.0, 7, [])], several)
+    whole = complete_rounds(lines, [MeasuredRound(1000.0, draft_us, 500.0, 7, [])], several)
     assert {names[line]: float(us[0]) for line, us in whole.items() if line not in before} == expected
     assert float(sum(us[0] for us in whole.values())) == 1000.0
 

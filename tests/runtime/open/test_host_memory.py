@@ -49,7 +49,7 @@ def test_serving_refuses_a_pool_that_the_machine_cannot_hold(artifact: Path, mon
 
 def test_weights_are_mapped_and_need_not_be_free(artifact: Path) -> None:
     opened, pools = OpenedArtifact.at(artifact), [ModelPool("llm", 4), ModelPool("ssm", 4)]
-    held, _ = host_memory._held(opened, pools, 64, 4)
+    held, _ = host_memory._needed_bytes(opened, pools, 64, 4)
     own = held.total - held.weights
     assert held.weights > 0 and held.kv > 0
     check_memory(opened, pools, 64, 4, HostMemory(held.total, own))

@@ -12,17 +12,17 @@ from scripted_engine import BOS, ByteTokenizer, PlainChat
 
 from flexspec.errors import RequestError, TokenizerError
 from flexspec.runtime.server.refusals import CHAT_NEUTRAL, MESSAGE_NEUTRAL, TEXT_NEUTRAL, UnsupportedError
-from flexspec.runtime.server.requests import Ask, GenerateBody, ServerLimits, read_chat, read_completion
+from flexspec.runtime.server.requests import GenerateBody, GenerationRequest, ServerLimits, read_chat, read_completion
 from flexspec.sampling import SamplingParams, sampling_fields
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def chat(limits: ServerLimits, **body: Any) -> Ask:
+def chat(limits: ServerLimits, **body: Any) -> GenerationRequest:
     return read_chat({"model": "m", "messages": HELLO, **body}, ByteTokenizer(), PlainChat(), limits)
 
 
-def text(limits: ServerLimits, **body: Any) -> Ask:
+def text(limits: ServerLimits, **body: Any) -> GenerationRequest:
     return read_completion({"model": "m", "prompt": "hello", **body}, ByteTokenizer(), limits)
 
 
