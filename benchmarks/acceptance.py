@@ -1,7 +1,7 @@
-"""Acceptance rules side by side: accepted tokens a round on synthetic models, and what a call costs.
+"""Acceptance rules side by side: accepted tokens per round on synthetic models, and the cost of a call.
 
 Models are random: logits of a prefix are normal with deviation 2.5, the draft's are the target's plus noise of
-deviation 1.2, over a small vocabulary. It orders the rules; real pairs are more peaked. Run:
+deviation 1.2, over a small vocabulary. This ranks the rules; real pairs are more peaked. Run:
 
     python benchmarks/acceptance.py
 """
@@ -45,9 +45,9 @@ def likeliest(q: NDArray[np.float64], width: int, noise: DraftNoise) -> list[Chi
 
 
 def mixed(q: NDArray[np.float64], width: int, noise: DraftNoise) -> list[Child]:
-    kept = likeliest(q, width - 1, noise)
-    child = draft_child(q, [token for token, _ in kept], noise, 0)
-    return kept + ([child] if child else [])
+    deterministic = likeliest(q, width - 1, noise)
+    child = draft_child(q, [token for token, _ in deterministic], noise, 0)
+    return deterministic + ([child] if child else [])
 
 
 RULES: list[tuple[str, Children, Method]] = [
@@ -63,7 +63,7 @@ RULES: list[tuple[str, Children, Method]] = [
 def draft(
     widths: tuple[int, ...], children: Children, vocab: int, seed: int, params: SamplingParams, peak: float = 0.0
 ) -> tuple[TokenTree, Logits]:
-    """A tree and the target's logits at its nodes; a node's logits depend on its path alone."""
+    """A tree and the target's logits at its nodes; a node's logits depend only on its path."""
     noise = DraftNoise(seed, 1)
     tokens, parents, level = [0], [-1], [0]
     paths: list[tuple[int, ...]] = [(0,)]
@@ -86,7 +86,7 @@ def draft(
 
 
 def _logits(seed: int, path: tuple[int, ...], vocab: int, peak: float) -> tuple[Logits, Logits]:
-    """(target, draft) logits behind a path; ``peak`` lifts twenty tokens by up to that much."""
+    """(target, draft) logits after a path; ``peak`` raises twenty tokens by up to that much."""
     rng = np.random.default_rng([seed, *path])
     target = rng.normal(0.0, 2.5, vocab)
     target[rng.integers(0, vocab, 20)] += np.linspace(peak, peak / 3, 20)
@@ -148,7 +148,7 @@ def _best_us(calls: Sequence[Callable[[], object]], repeats: int = 9) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=400, help="rounds a cell; 0 leaves the table out")
+    parser.add_argument("--rounds", type=int, default=400, help="rounds per cell; 0 leaves the table out")
     parser.add_argument("--vocab", type=int, default=200, help="vocabulary of the accepted-token table")
     parser.add_argument("--cost-vocab", type=int, default=49152, help="vocabulary of the cost table")
     args = parser.parse_args()

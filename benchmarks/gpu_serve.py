@@ -43,8 +43,8 @@ CONFIG: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What ``flexspec generate`` wrote under one draft plan."""
+class GeneratedText:
+    """The output of ``flexspec generate`` under one draft plan."""
 
     draft: str
     device: str
@@ -53,7 +53,7 @@ class Answer:
 
 
 class CommandFailed(Exception):
-    """A ``flexspec`` command ended with an error; the message is what it wrote."""
+    """A ``flexspec`` command ended with an error; the message is its stderr."""
 
 
 def flexspec(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -68,7 +68,7 @@ def flexspec(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def write_models(folder: Path) -> tuple[Path, Path]:
-    """A random two-layer LLM with a tokenizer, and an SSM that is nearly the LLM and shares its embedding."""
+    """A random two-layer LLM with a tokenizer, and an SSM that is almost the LLM and shares its embedding."""
     vocabulary = [END, *map(chr, range(0x21, 0x7F)), "Ġ"]  # "Ġ" is the byte-level spelling of a space
     weights = _random_weights(len(vocabulary))
     rng = np.random.default_rng(1)
@@ -95,18 +95,18 @@ def compile_tiny(folder: Path, target: str, dtype: str = "f32") -> tuple[Path, s
     return out, done.stdout
 
 
-def generate(artifact: Path, device: str, draft: str, max_tokens: int = 10) -> Answer:
+def generate(artifact: Path, device: str, draft: str, max_tokens: int = 10) -> GeneratedText:
     done = flexspec(
         "generate", artifact, "-p", PROMPT, "--raw", "--max-tokens", str(max_tokens), "--device", device,
         "--draft", draft, "--kv-tokens", "256", "--threads", "1",
     )  # fmt: skip
-    return Answer(draft, device, done.stdout.removesuffix("\n"), done.stderr.strip())
+    return GeneratedText(draft, device, done.stdout.removesuffix("\n"), done.stderr.strip())
 
 
 def differences(target: str, device: str) -> dict[str, int]:
-    """By draft plan, in how many places the text from ``device`` differs from the CPU's.
+    """By draft plan, the number of places where the text from ``device`` differs from the CPU's.
 
-    Empty, with a printed line, where the artifact cannot be compiled for want of a C++ compiler or Triton.
+    Empty, with a printed line, if the artifact cannot be compiled because a C++ compiler or Triton is missing.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -116,11 +116,11 @@ def differences(target: str, device: str) -> dict[str, int]:
                 raise
             print(f"nothing served: {error}")
             return {}
-        found = {}
+        counts = {}
         for draft in DRAFTS:
-            right, ours = (generate(artifact, each, draft).text for each in ("cpu", device))
-            found[draft] = sum(a != b for a, b in itertools.zip_longest(right, ours))
-        return found
+            right, ours = (generate(artifact, name, draft).text for name in ("cpu", device))
+            counts[draft] = sum(a != b for a, b in itertools.zip_longest(right, ours))
+        return counts
 
 
 def _random_weights(vocab: int) -> dict[str, NDArray[np.float32]]:

@@ -1,4 +1,4 @@
-"""Timings of tree attention on a GPU, beside torch's SDPA and the bandwidth of a copy; part of gpu_check.py."""
+"""Timings of tree attention on a GPU, with torch's SDPA and the bandwidth of a copy; part of gpu_check.py."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 SHAPES = {"Llama 2 7B": (32, 32, 128), "Llama 3 8B": (32, 8, 128)}  # query heads, kv heads, head dim
 BATCHES, CONTEXTS, TREES = (1, 8), (512, 4096), (1, 16, 64)
-CACHE_BYTES = 256 << 20  # K/V walked over by one replay at least: several times any L2 cache so far
+CACHE_BYTES = 256 << 20  # K/V that one replay reads at least: several times any L2 cache so far
 REPLAYS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One attention layer. ``share`` is of the measured copy bandwidth; ``sdpa_us`` torch's SDPA with a mask."""
+    """One attention layer."""
 
     shape: str
     batch: int
@@ -30,8 +30,8 @@ class Timing:
     tree: int
     kernel_us: float
     bytes_per_s: float
-    share: float
-    sdpa_us: float
+    share: float  # of the measured copy bandwidth
+    sdpa_us: float  # of torch's SDPA with a mask
 
 
 def gpu_target() -> str | None:
@@ -45,7 +45,7 @@ def gpu_target() -> str | None:
 
 
 def kernels_for(variant: Variant, device: str, *, from_source: bool) -> dict[str, Kernels]:
-    """The ways to launch a variant here: a binary compiled ahead of time, and if asked Triton's own launch."""
+    """The launchers of a variant here: a binary compiled ahead of time, and on request Triton's own launch."""
     from flexspec.kernels.gpu.aot import compile_variant
     from flexspec.kernels.gpu.family import family_of
     from flexspec.kernels.gpu.launch import BinaryKernels, SourceKernels
@@ -101,7 +101,7 @@ def copy_bytes_per_s() -> float:
 
 
 def time_attention(copy: float, device: str = "cuda") -> Iterator[Timing]:
-    """Every shape, batch, context and tree size in bf16, one layer, with the binary where there is one."""
+    """Every shape, batch, context and tree size in bf16, one layer, with the binary if there is one."""
     for shape in SHAPES:
         for batch in BATCHES:
             for context in CONTEXTS:
@@ -110,7 +110,7 @@ def time_attention(copy: float, device: str = "cuda") -> Iterator[Timing]:
 
 
 def time_case(shape: str, batch: int, context: int, tree: int, copy: float, device: str) -> Timing:
-    """Time one layer: our kernels over a paged cache, and SDPA over K/V that already lie together."""
+    """Time one layer: our kernels over a paged cache, and SDPA over K/V that are already contiguous."""
     import torch
 
     from flexspec.kernels.gpu.attention.check import AttentionCase, RequestRows, make_inputs, scale_of

@@ -4,8 +4,8 @@
     python benchmarks/identical.py --dtype f32 --draft chain:4/sources=suffix --prompts spec_bench.jsonl
 
 Off answers one prompt at a time. With drafts ``--together`` requests run at once and prompts enter while others decode
-(continuous batching): equal tokens then also say that no row depends on its neighbours. Trees get all the nodes of
-their plan, whatever those cost, so tokens a round say nothing about speed. Exit code 1 if a token differs.
+(continuous batching): equal tokens then also show that no row depends on its neighbours. Trees get all the nodes of
+their plan, whatever the cost, so tokens per round say nothing about speed. Exit code 1 if a token differs.
 """
 
 from __future__ import annotations
@@ -36,25 +36,22 @@ BUILD = ROOT / "build"
 SSM = ROOT / "ssm" / "smollm2-135m"
 STATIC = "tree:1,1,3,1,1,1,1,1"  # the shape of SpecInfer's evaluation
 NODES = 24
-QUEUE = 16  # prompts handed to the engine at a time
+QUEUE = 16  # prompts submitted at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One plan against off. ``differing``: tokens that differ at their place, or that only one of the texts has.
-
-    ``switched_off``: how often the engine gave speculation up on the way; what follows such a moment proves nothing.
-    """
+    """One plan against off."""
 
     plan: str
     prompts: int
     tokens: int
-    differing: int
+    differing: int  # tokens that differ at their place, or that only one of the texts has
     differing_prompts: tuple[int, ...]
     tokens_per_round: float
     drafted: int
     accepted: int
-    switched_off: int
+    switched_off: int  # how often the engine turned speculation off; text after that proves nothing
     seconds: float
 
     def row(self) -> str:
@@ -73,7 +70,7 @@ def compiled_for(dtype: str) -> Path:
 
 
 def sources_of(artifact: Path) -> list[str]:
-    """Names of the artifact's sources of drafts."""
+    """Names of the artifact's draft sources."""
     models = json.loads((artifact / "model.json").read_text())["models"]
     table = ["ngram"] if (artifact / "ngram.safetensors").exists() else []
     return ["suffix", *table, *(model["name"] for model in models[1:])]
@@ -110,7 +107,7 @@ def run_off(artifact: Path, prompts: Sequence[str], params: SamplingParams, opti
 def run_plan(
     artifact: Path, prompts: Sequence[str], params: SamplingParams, options: ServeOptions, off: Sequence[Completion]
 ) -> Outcome:
-    """All prompts through one engine with ``options.draft``, held against ``off``."""
+    """All prompts through one engine with ``options.draft``, compared with ``off``."""
     served = open_engine(artifact, options)
     began = time.monotonic()
     try:
@@ -154,7 +151,7 @@ def parse_arguments() -> argparse.Namespace:
         "--draft", action="append", default=[], help="a draft plan; repeat for several (default: all kinds)"
     )
     parser.add_argument("--together", type=int, default=4, help="requests at once with drafts (default 4)")
-    parser.add_argument("--threads", type=int, default=0, help="0: one a core")
+    parser.add_argument("--threads", type=int, default=0, help="0: one per core")
     parser.add_argument("--out", type=Path, default=BUILD / "bench" / "identical.json")
     args = parser.parse_args()
     try:
@@ -173,7 +170,7 @@ def main() -> int:
     prompts = read_prompts(args.prompts, args.count)
     plans = args.draft or default_plans(sources_of(artifact))
     params = SamplingParams(max_tokens=args.max_tokens)
-    # Not measured: without step costs a budget takes all its nodes, which is what is to be tested.
+    # Not measured: without step costs a budget takes all its nodes, which is what this tests.
     options = ServeOptions(threads=args.threads, max_requests=args.together, measure=False, checks=False)
     off = run_off(artifact, prompts, params, options)
     print(HEADER, flush=True)

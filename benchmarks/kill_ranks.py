@@ -3,11 +3,11 @@
     python benchmarks/kill_ranks.py X.fspec --ranks 2 --times 20 --seed 1
     python benchmarks/kill_ranks.py X.fspec --ranks 2 --times 20 --restart
 
-X.fspec is one of ``flexspec compile --plan``. A few clients stream answers all the time. After each SIGKILL every
+X.fspec comes from ``flexspec compile --plan``. A few clients stream answers all the time. After each SIGKILL every
 request in flight must end with an error or a closed connection within 5 s; without --restart the command must exit
-non-zero, no process of it may be left (found through /proc by a word in their environment) and nobody may listen on its
-port, all within 5 s too; with --restart the ranks must serve again, on the same port, the same answer as before. Some
-moments lie in the start. The first violation ends the run with exit code 1. Linux.
+non-zero, no process of it may be left (found through /proc by a mark in their environment) and its port must be free,
+all within 5 s too; with --restart the ranks must serve again, on the same port, the same answer as before. Some kills
+come during startup. The first violation ends the run with exit code 1. Linux.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOST = "127.0.0.1"
 CLIENTS = 3
 ENDS_WITHIN_S = 5.0
 STARTS_WITHIN_S = 180.0
-SERVING_S = 3.0  # a kill comes so long after clients began, at most
+SERVING_S = 3.0  # a kill comes at most so long after clients began
 IN_START = 0.3  # share of the kills that come before ranks serve
 MARK = "FLEXSPEC_KILL_RANKS"
 PROMPTS = ("Why is the sky blue?", "Write a long story about a lighthouse.", "hello hello hello", "Count to a hundred.")
@@ -45,13 +45,13 @@ class ViolationError(Exception):
 
 
 class Client(threading.Thread):
-    """Streams one answer after another; ``since`` is when the one in flight was connected, ``ended`` how each ended."""
+    """Streams one answer after another."""
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True)
         self.stopping = threading.Event()
-        self.since: float | None = None
-        self.ended: list[tuple[float, str]] = []
+        self.since: float | None = None  # when the answer in flight was connected
+        self.ended: list[tuple[float, str]] = []  # when and how each answer ended
         self._port = port
 
     def run(self) -> None:
@@ -62,7 +62,7 @@ class Client(threading.Thread):
             except (OSError, http.client.HTTPException):
                 outcome = "closed"
             if self.since is not None:
-                self.since = None  # first: who sees a time here will find its end added later
+                self.since = None  # first: if a reader sees a time here, its end is still to be added
                 self.ended.append((time.monotonic(), outcome))
 
     def _ask(self, prompt: str) -> str:
@@ -88,7 +88,7 @@ def body(prompt: str, tokens: int, *, stream: bool) -> str:
 
 
 class Server:
-    """``flexspec serve`` with all that it starts, known by a word in the environment of each process."""
+    """``flexspec serve`` with all processes that it starts, identified by a mark in their environment."""
 
     def __init__(self, artifact: Path, ranks: int, more: list[str]) -> None:
         with socket.create_server((HOST, 0)) as free:
@@ -104,8 +104,8 @@ class Server:
         self.ranks = ranks
 
     def processes(self) -> Mapping[int, int]:
-        """Process ids of this server that run, to their rank; the launcher's is -1."""
-        found = {}
+        """Running process ids of this server -> rank; the launcher's is -1."""
+        ranks = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
@@ -115,11 +115,11 @@ class Server:
                 continue  # ended, or another user's
             if self._mark in words:
                 rank = next((word[5:] for word in words if word.startswith("RANK=")), str(LAUNCHER))
-                found[int(entry.name)] = int(rank)
-        return found
+                ranks[int(entry.name)] = int(rank)
+        return ranks
 
     def kill(self, victim: int, *, after: frozenset[int] = frozenset()) -> float:
-        """SIGKILL to the rank, once it is there, but none of ``after``; when that was."""
+        """SIGKILL the rank once it runs, but no process of ``after``; returns the time."""
         give_up = time.monotonic() + STARTS_WITHIN_S
         while time.monotonic() < give_up:
             for process, rank in self.processes().items():
@@ -129,26 +129,26 @@ class Server:
             if self.process.poll() is not None:
                 break
             time.sleep(0.005)
-        raise ViolationError(f"rank {victim} did not start: {self.said()}")
+        raise ViolationError(f"rank {victim} did not start: {self.log_text()}")
 
     def answer(self) -> str:
-        """A short greedy answer, once the server gives one."""
+        """A short greedy answer, once the server returns one."""
         give_up = time.monotonic() + STARTS_WITHIN_S
         while time.monotonic() < give_up and self.process.poll() is None:
             connection = http.client.HTTPConnection(HOST, self.port, timeout=STARTS_WITHIN_S)
             try:
                 connection.request("POST", "/v1/completions", body("hello there", 24, stream=False), HEADERS)
-                found = json.loads(connection.getresponse().read())
-                if "choices" in found:
-                    return str(found["choices"][0]["text"])
+                answer = json.loads(connection.getresponse().read())
+                if "choices" in answer:
+                    return str(answer["choices"][0]["text"])
             except (OSError, http.client.HTTPException, ValueError):
                 pass
             finally:
                 connection.close()
             time.sleep(0.05)
-        raise ViolationError(f"no answer: {self.said()}")
+        raise ViolationError(f"no answer: {self.log_text()}")
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         self.log.seek(0)
         return self.log.read()
 
@@ -157,7 +157,7 @@ class Server:
             return asking.connect_ex((HOST, self.port)) == 0
 
     def close(self) -> None:
-        """End whatever is left; only ever needed after a violation."""
+        """Kill what is left; only needed after a violation."""
         for process in self.processes():
             os.kill(process, signal.SIGKILL)
         self.process.wait()
@@ -176,17 +176,17 @@ def wait_for(what: str, done: Callable[[], bool], since: float) -> float:
 def flights_end(clients: list[Client], killed: float) -> tuple[int, float, str]:
     """Requests in flight at a kill: how many, seconds until the last one had ended, and how they ended."""
     counts = [len(client.ended) for client in clients]
-    flying = [(c, n) for c, n in zip(clients, counts, strict=True) if (since := c.since) and since < killed]
-    wait_for("a request in flight has not ended", lambda: all(len(c.ended) > n for c, n in flying), killed)
-    ends = [client.ended[n] for client, n in flying]
+    in_flight = [(c, n) for c, n in zip(clients, counts, strict=True) if (since := c.since) and since < killed]
+    wait_for("a request in flight has not ended", lambda: all(len(c.ended) > n for c, n in in_flight), killed)
+    ends = [client.ended[n] for client, n in in_flight]
     if any(outcome == "refused" for client in clients for _, outcome in client.ended):
-        raise ViolationError("the server refuses what the clients ask")
+        raise ViolationError("the server refuses the clients' requests")
     last = max((when - killed for when, _ in ends), default=0.0)
-    return len(flying), max(last, 0.0), " ".join(sorted(outcome for _, outcome in ends)) or "-"
+    return len(in_flight), max(last, 0.0), " ".join(sorted(outcome for _, outcome in ends)) or "-"
 
 
 def moment(chance: random.Random, start_s: float) -> tuple[bool, float]:
-    """Whether a kill comes in the start, and seconds to wait: from the start, or from the first answer."""
+    """Whether a kill comes during startup, and seconds to wait: from the start, or from the first answer."""
     starts = chance.random() < IN_START
     return starts, chance.uniform(0, start_s if starts else SERVING_S)
 
@@ -196,7 +196,7 @@ def name_of(victim: int) -> str:
 
 
 def kill_once(args: argparse.Namespace, chance: random.Random, start_s: float) -> str:
-    """One server, one kill; its row of the table."""
+    """One server, one kill; returns its row of the table."""
     victim = chance.randrange(LAUNCHER, args.ranks)
     starts, wait_s = moment(chance, start_s)
     server = Server(args.artifact, args.ranks, args.serve)
@@ -228,7 +228,7 @@ def kill_once(args: argparse.Namespace, chance: random.Random, start_s: float) -
 
 
 def kill_again(args: argparse.Namespace, chance: random.Random, start_s: float) -> None:
-    """One server that is started again after each kill; prints the table."""
+    """One server that restarts after each kill; prints the table."""
     print(f"{'moment':8}{'s':>7}  {'killed':10}{'in flight':>9}  {'ended s':>7}  {'how':22}serves again s")
     server = Server(args.artifact, args.ranks, ["--restart", str(args.times), *args.serve])
     clients = [Client(server.port) for _ in range(CLIENTS)]
@@ -257,7 +257,7 @@ def kill_again(args: argparse.Namespace, chance: random.Random, start_s: float) 
         code = server.process.wait(60)
         left = len(server.processes())
         if code or left or server.listens():
-            raise ViolationError(f"after SIGTERM: exit code {code}, {left} processes, {server.said()}")
+            raise ViolationError(f"after SIGTERM: exit code {code}, {left} processes, {server.log_text()}")
         print("SIGTERM: exit code 0, no process left")
     finally:
         for client in clients:
@@ -271,7 +271,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--restart", action="store_true", help="kill ranks of one server that starts them again")
+    parser.add_argument("--restart", action="store_true", help="kill ranks of one server that restarts them")
     parser.add_argument("--serve", nargs="*", default=["--threads", "1", "--no-checks", "--kv-tokens", "4096"])
     args = parser.parse_args()
     chance = random.Random(args.seed)

@@ -1,7 +1,7 @@
 """Runs prompts through an artifact with speculation off and on, interleaved, and pairs the results.
 
 Shared by the demo and the benchmark. Rates are decode rates (tokens after the first over the time after the first
-token); the prefill is the same work either way and is given beside them.
+token); the prefill is the same work either way and is reported separately.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Pair:
 
     @property
     def total_ratio(self) -> float:
-        """The same with the prefill in it."""
+        """The same with the prefill included."""
         off, on = self.off.stats, self.on.stats
         return (off.prefill_s + off.decode_s) / (on.prefill_s + on.decode_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All pairs of a run, with where the speculative engine's time went (seconds)."""
+    """All pairs of a run, and where the speculative engine's time went."""
 
     pairs: tuple[Pair, ...]
     clock: Clock
@@ -110,7 +110,7 @@ def compare(
     options: ServeOptions | None = None,
     note: Note = lambda done, of: None,
 ) -> Comparison:
-    """Each prompt off then on, so that both meet the same moments of the machine. Greedy."""
+    """Each prompt off then on, so that slow moments of the machine affect both. Greedy."""
     options = options or ServeOptions()
     off = open_engine(artifact, replace(options, draft="off"))
     on = open_engine(artifact, options)

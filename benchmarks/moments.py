@@ -1,6 +1,6 @@
-"""Fair moments: a shared machine drifts within minutes, so what is compared must be measured side by side.
+"""Fair comparisons: a shared machine drifts within minutes, so rates that are compared must be measured side by side.
 
-Bandwidth is sampled all along a run, and a peer is put between two runs of ours on its own prompts.
+Bandwidth is sampled throughout a run, and a peer runs between two runs of ours on its own prompts.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Bandwidth:
         }
 
 
-def bracket(ours: Callable[[], float], theirs: Callable[[], dict[str, Any]], rate: str) -> dict[str, Any]:
-    """A peer's entry with our rate right before and right after it, and ours (their mean) over the peer's ``rate``."""
-    before = ours()
-    entry = theirs()
-    after = ours()
+def bracket(run_ours: Callable[[], float], run_peer: Callable[[], dict[str, Any]], rate: str) -> dict[str, Any]:
+    """A peer's entry with our rates right before and after it, and their mean over the peer's ``rate``."""
+    before = run_ours()
+    entry = run_peer()
+    after = run_ours()
     entry["ours_before_and_after"] = [round(before, 2), round(after, 2)]
     if entry.get(rate):
         entry["ours_over_peer"] = round((before + after) / 2 / float(entry[rate]), 3)

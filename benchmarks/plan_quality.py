@@ -1,4 +1,4 @@
-"""Plans of every shipped machine beside the best plan of equal stages, speculation off, and the search's own time.
+"""Plans of every shipped machine against the best plan of equal stages and speculation off, and the search time.
 
 No model runs: it prices plans. "uniform" is the best plan with one degree, equal stages and any SSM place and tree, by
 the same prices. Run:

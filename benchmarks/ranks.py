@@ -1,8 +1,8 @@
-"""What it costs to run an artifact's plan of several ranks: tokens per second against one rank, and where time goes.
+"""The cost of running an artifact's plan on several ranks: tokens per second against one rank, and where time goes.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/ranks.py X.fspec
 
-X.fspec is one of ``flexspec compile --plan``. All run with one thread a rank; texts must be equal. Rank 0 prints.
+X.fspec comes from ``flexspec compile --plan``. Each rank has one thread; texts must be equal. Rank 0 prints.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPTIONS = ServeOptions(threads=1, kv_tokens=8192, checks=False)
 
 def run(served: Served, tokens: int, together: int) -> tuple[int, float, list[str]]:
     """Tokens, seconds of rounds and texts of the prompts, ``together`` at a time; the first ones also warm up."""
-    made, seconds, texts = 0, 0.0, []
+    generated, seconds, texts = 0, 0.0, []
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     waves = [PROMPTS[i : i + together] for i in range(0, len(PROMPTS), together)]
     for number, wave in enumerate((waves[0], *waves)):
@@ -45,17 +45,17 @@ def run(served: Served, tokens: int, together: int) -> tuple[int, float, list[st
         answers = served.generate([served.question(prompt) for prompt in wave], params)
         if number:
             seconds += time.perf_counter() - began
-            made += sum(len(answer.token_ids) for answer in answers)
+            generated += sum(len(answer.token_ids) for answer in answers)
             texts += [answer.text for answer in answers]
-    return made, seconds, texts
+    return generated, seconds, texts
 
 
 def measure(path: Path, draft: str, tokens: int, together: int, open_llm: OpenLlm | None) -> tuple[float, list[str]]:
     served = open_engine(path, replace(OPTIONS, draft=draft), None, open_llm)
-    made, seconds, texts = run(served, tokens, together)
+    generated, seconds, texts = run(served, tokens, together)
     if open_llm is None:
         served.close()
-    return made / seconds, texts
+    return generated / seconds, texts
 
 
 def main() -> None:
@@ -72,22 +72,22 @@ def main() -> None:
         run_follower(args.artifact, options)
         return
     base, wanted = measure(args.artifact, args.draft, args.tokens, args.together, None)
-    kept: list[DistributedExecutor] = []
+    executors: list[DistributedExecutor] = []
 
     def open_once(opening: Opening) -> DistributedExecutor:
-        kept.append(open_leader(opening))
-        return kept[0]
+        executors.append(open_leader(opening))
+        return executors[0]
 
     rate, texts = measure(args.artifact, args.draft, args.tokens, args.together, open_once)
-    spent = kept[0].spent
+    spent = executors[0].spent
     per = [1e3 * s / spent.steps for s in (spent.broadcast_s, spent.shard_s, spent.wait_s)]
     print(
         f"draft {args.draft}, {args.together} together: one rank {base:.1f} tokens/s, ranks {rate:.1f}, ratio "
-        f"{rate / base:.3f}; a step of rank 0: tell {per[0]:.2f} ms, shard and exchanges {per[1]:.2f} ms, wait for "
+        f"{rate / base:.3f}; a step of rank 0: broadcast {per[0]:.2f} ms, shard, exchanges {per[1]:.2f} ms, wait for "
         f"results {per[2]:.2f} ms; texts {'equal' if texts == wanted else 'differ'}",
         flush=True,
     )
-    kept[0].close()
+    executors[0].close()
     sys.exit(0 if texts == wanted else 1)
 
 

@@ -1,10 +1,10 @@
-"""Do ranks answer over HTTP what one rank answers? Every prompt, by each artifact's plan, speculation off and on.
+"""Do several ranks answer over HTTP as one rank does? Every prompt, by each artifact's plan, speculation off and on.
 
     python benchmarks/ranks_http.py tp2.fspec pp2.fspec ragged.fspec --count 32 --tokens 48
 
-The artifacts are of one model, made by ``flexspec compile --dtype f32 --plan``; one process with speculation off says
-what is right. Greedy chat answers, ``--together`` requests at once, so that prompts enter while others decode. Prints a
-row a run. Exit code 1 if a token differs.
+The artifacts are of one model, from ``flexspec compile --dtype f32 --plan``; the reference is one process with
+speculation off. Greedy chat answers, ``--together`` requests at once, so that prompts enter while others decode. Prints
+one row per run. Exit code 1 if a token differs.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ HEADER = f"{'artifact':22}{'ranks':>6} {'draft':6}{'tokens':>8}{'tokens/round':>
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """``from_rounds``: tokens of rounds, without the first ones, which prompts give."""
+class HttpAnswer:
+    """One answer over HTTP."""
 
     text: str
     tokens: int
     rounds: int
-    from_rounds: float
+    from_rounds: float  # tokens of rounds, without the first token, which comes from the prefill
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    answers: tuple[Answer, ...]
+    answers: tuple[HttpAnswer, ...]
     seconds: float
 
 
@@ -59,21 +59,21 @@ class RankServer(Server):
         return [*super().command(), "--name", "m", *self._options]
 
 
-def ask(url: str, prompt: str, tokens: int) -> Answer:
+def ask(url: str, prompt: str, tokens: int) -> HttpAnswer:
     body = {"model": "m", "messages": [{"role": "user", "content": prompt}], "max_tokens": tokens, "temperature": 0}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=900) as answer:
-        found: dict[str, Any] = json.load(answer)
-    usage = found["usage"]
+        reply: dict[str, Any] = json.load(answer)
+    usage = reply["usage"]
     rounds = usage["flexspec"]["rounds"]
     from_rounds = rounds * (usage["flexspec"]["tokens_per_round"] or 0)
-    return Answer(found["choices"][0]["message"]["content"], usage["completion_tokens"], rounds, from_rounds)
+    return HttpAnswer(reply["choices"][0]["message"]["content"], usage["completion_tokens"], rounds, from_rounds)
 
 
 def run(artifact: Path, ranks: int, draft: str, prompts: Sequence[str], args: argparse.Namespace) -> Run:
-    """All prompts by one server, once it has answered a first one unmeasured."""
+    """All prompts by one server, after a first one that is not measured."""
     threads = ("--threads", str(args.threads)) if ranks == 1 else ("--threads", "1", "--ranks", str(ranks))
     with RankServer(artifact, "--draft", draft, *threads) as server, ThreadPoolExecutor(args.together) as pool:
         ask(server.url, prompts[0], 4)
@@ -82,20 +82,20 @@ def run(artifact: Path, ranks: int, draft: str, prompts: Sequence[str], args: ar
         return Run(answers, time.perf_counter() - began)
 
 
-def differing(tokenizer: Tokenizer, wanted: Run, found: Run) -> int:
+def differing(tokenizer: Tokenizer, wanted: Run, result: Run) -> int:
     """Tokens that differ at their place, or that only one of the answers has."""
     total = 0
-    for right, other in zip(wanted.answers, found.answers, strict=True):
-        pair = [tokenizer.encode(each.text, add_special=False) for each in (right, other)]
+    for right, other in zip(wanted.answers, result.answers, strict=True):
+        pair = [tokenizer.encode(answer.text, add_special=False) for answer in (right, other)]
         total += sum(a != b for a, b in zip(*pair, strict=False)) + abs(len(pair[0]) - len(pair[1]))
         total += abs(right.tokens - other.tokens)
     return total
 
 
-def row(name: str, ranks: int, draft: str, found: Run, wrong: int) -> str:
-    tokens, rounds = sum(a.tokens for a in found.answers), sum(a.rounds for a in found.answers)
-    per_round = sum(a.from_rounds for a in found.answers) / max(1, rounds)
-    return f"{name:22}{ranks:6} {draft:6}{tokens:8}{per_round:14.3f}{tokens / found.seconds:10.1f}{wrong:11}"
+def row(name: str, ranks: int, draft: str, result: Run, wrong: int) -> str:
+    tokens, rounds = sum(a.tokens for a in result.answers), sum(a.rounds for a in result.answers)
+    per_round = sum(a.from_rounds for a in result.answers) / max(1, rounds)
+    return f"{name:22}{ranks:6} {draft:6}{tokens:8}{per_round:14.3f}{tokens / result.seconds:10.1f}{wrong:11}"
 
 
 def main() -> int:
@@ -117,10 +117,10 @@ def main() -> int:
     for path, artifact in zip(args.artifacts, opened, strict=True):
         ranks = len(artifact.ranks)
         for draft in ("off", "auto"):
-            found = run(path, ranks, draft, prompts, args)
-            wrong = differing(tokenizer, wanted, found)
+            result = run(path, ranks, draft, prompts, args)
+            wrong = differing(tokenizer, wanted, result)
             total += wrong
-            print(row(path.name, ranks, draft, found, wrong), flush=True)
+            print(row(path.name, ranks, draft, result, wrong), flush=True)
     print(f"{total} tokens differ")
     return 1 if total else 0
 

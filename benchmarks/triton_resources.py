@@ -1,4 +1,4 @@
-"""Compile the attention kernels of common models for every target, with no GPU, and print what they take.
+"""Compile the attention kernels of common models for every target, without a GPU, and print their resources.
 
     python benchmarks/triton_resources.py [--targets sm_90,gfx942] [--json FILE]
 

@@ -45,7 +45,7 @@ def layer(b: GraphBuilder, step: StepInputs, x_TE: Value, name: str) -> tuple[Va
 
 
 def build() -> Graph:
-    """The whole step: ids in, logits of the wanted rows and the written caches out."""
+    """The complete step: ids in, logits of the wanted rows and the written caches out."""
     b = GraphBuilder("llm", DType.F32)
     step = b.step_inputs()
     x = b.embedding(step.ids_T, b.weight("embed_tokens.weight", (V, E)))
@@ -58,7 +58,7 @@ def build() -> Graph:
 
 
 def tree_step(tree: TokenTree) -> StepBatch:
-    """A step of one request with nothing committed, all rows of the tree wanted."""
+    """A step of one request with nothing committed, with logits of all rows of the tree."""
     n = len(tree)
     return StepBatch(
         ids_T=np.array(tree.tokens, np.int32),
@@ -73,7 +73,7 @@ def tree_step(tree: TokenTree) -> StepBatch:
 
 
 def main() -> None:
-    """Print the lowered graph and what the step says about each node of the tree."""
+    """Print the lowered graph and the next token after each node of the tree."""
     graph = build()
     library = build_model(ModelConfig("llama", V, E, LAYERS, H, G, D, F, EPS, MAX_POSITIONS), DType.F32)
     print(f"built by hand {graph.hash()[:12]}, by flexspec.models {library.hash()[:12]}")

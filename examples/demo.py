@@ -1,4 +1,4 @@
-"""The whole path on a real model: fetch, compile with its SSM, serve, ask over HTTP, compare with speculation off.
+"""All of flexspec on a real model: fetch, compile with its SSM, serve, ask over HTTP, compare with speculation off.
 
     python examples/demo.py            fetch, compile, ask, compare, stop
     python examples/demo.py --stay     the same, then keep the server running
@@ -62,11 +62,11 @@ def main() -> int:
 
 
 def compiled(model: Path, ssm: Path, out: Path, *options: str) -> Path:
-    """The artifact, compiled with ``options`` unless it was made from exactly these files by exactly this source."""
+    """The artifact, compiled with ``options`` unless it already comes from exactly these files and this source."""
     key = content_key([model, *sorted(ssm.glob("*")), *sorted(source_files())])
     stamp = out.with_suffix(".key")
     if out.exists() and stamp.exists() and stamp.read_text() == key:
-        print(f"compiled already: {out.relative_to(ROOT)}")
+        print(f"already compiled: {out.relative_to(ROOT)}")
         return out
     inside = [str(path.relative_to(ROOT)) for path in (model, ssm, out)]  # the artifact records the command
     command = [sys.executable, "-m", "flexspec", "compile", inside[0], "--ssm", inside[1], "-o", inside[2]]
@@ -90,24 +90,24 @@ def content_key(files: list[Path]) -> str:
 
 
 class Server:
-    """``flexspec serve`` as a child process, up when the block begins and gone when it ends.
+    """``flexspec serve`` as a child process, up when the block begins and stopped when it ends.
 
-    What it writes to stderr goes on to ours; the last lines are kept for the message when it dies.
+    Its stderr is forwarded to ours; the last lines are kept for the message when it dies.
     """
 
-    told_every_s = 5.0
+    progress_every_s = 5.0
 
     def __init__(self, artifact: Path, port: int) -> None:
         self._artifact, self._port = artifact, port or free_port()
         self.url = f"http://127.0.0.1:{self._port}"
-        self._said: deque[str] = deque(maxlen=10)
+        self._last_lines: deque[str] = deque(maxlen=10)
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "flexspec", "serve", str(self._artifact), "--port", str(self._port)]
 
     def __enter__(self) -> Server:
         self._process = subprocess.Popen(self.command(), cwd=ROOT, stderr=subprocess.PIPE, text=True, errors="replace")
-        self._reader = threading.Thread(target=self._pass_on, daemon=True)
+        self._reader = threading.Thread(target=self._forward_stderr, daemon=True)
         self._reader.start()
         try:
             self._wait_until_up()
@@ -117,23 +117,23 @@ class Server:
         return self
 
     def _wait_until_up(self) -> None:
-        """As long as the child lives: a slow machine or disk is no failure. Raises SystemExit when it has ended."""
-        began = told = time.monotonic()
+        """Wait while the child lives: a slow machine or disk is no failure. Raises SystemExit when it has ended."""
+        began = reported = time.monotonic()
         while not self._healthy():
             if (code := self._process.poll()) is not None:
                 self._reader.join()
-                lines = "".join(f"\n  {line}" for line in self._said) or " nothing"
-                raise SystemExit(f"the server ended before it was up ({describe_exit(code)}); it last said:{lines}")
-            if time.monotonic() - told > self.told_every_s:
-                told = time.monotonic()
-                print(f"the server is starting: {told - began:.0f} s (Ctrl-C stops)", file=sys.stderr, flush=True)
+                lines = "".join(f"\n  {line}" for line in self._last_lines) or " nothing"
+                raise SystemExit(f"the server ended before it was up ({describe_exit(code)}); its last lines:{lines}")
+            if time.monotonic() - reported > self.progress_every_s:
+                reported = time.monotonic()
+                print(f"the server is starting: {reported - began:.0f} s (Ctrl-C stops)", file=sys.stderr, flush=True)
             time.sleep(0.05)
 
-    def _pass_on(self) -> None:
+    def _forward_stderr(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             print(line, end="", file=sys.stderr, flush=True)
-            self._said.append(line.rstrip())
+            self._last_lines.append(line.rstrip())
 
     def _healthy(self) -> bool:
         try:
@@ -148,7 +148,7 @@ class Server:
         return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 
     def wait(self) -> int:
-        """Until the server ends; gives its exit code. A terminal's Ctrl-C reaches the server without our help."""
+        """Wait until the server ends; returns its exit code. A terminal's Ctrl-C reaches the server by itself."""
 
         def interrupt(*_: object) -> None:
             if not os.isatty(0):  # a second SIGINT would end the server at once, its answers unfinished
@@ -204,9 +204,9 @@ def describe(stats: dict[str, Any]) -> str:
 
 
 def report(prompts: Sequence[str], result: Comparison) -> None:
-    """What speculation did on a few prompts, against the same engine without it.
+    """Compare a few prompts with and without speculation in the same engine.
 
-    The rows hold all that the figures below them are made of; times and tokens are those after the first token.
+    The rows have all numbers that the figures below them come from; times and tokens are those after the first token.
     """
     count = len(result.pairs)
     print(f"\nspeculation off against on, {count} prompts, greedy, one after the other in turns:\n")
@@ -229,7 +229,7 @@ def report(prompts: Sequence[str], result: Comparison) -> None:
 
 
 def curl(url: str) -> str:
-    """A request to paste: greedy, since that is what a small model answers best, and streamed (-N: unbuffered)."""
+    """A request to paste: greedy, since a small model answers best that way, and streamed (-N: unbuffered)."""
     body = {
         "model": "smollm2",
         "messages": [{"role": "user", "content": "Why is the sky blue?"}],

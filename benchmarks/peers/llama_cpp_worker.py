@@ -1,6 +1,6 @@
 """llama.cpp through its C interface: one sequence, greedy, all threads of the job.
 
-The thin interface is used rather than llama-cpp-python's generator, so that Python costs microseconds a token.
+The thin interface is used rather than llama-cpp-python's generator, so that Python costs microseconds per token.
 """
 
 from __future__ import annotations

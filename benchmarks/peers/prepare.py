@@ -1,4 +1,4 @@
-"""What all peers start from: the same bfloat16 weights in each one's own format, and the same prompt token ids.
+"""The input of all peers: the same bfloat16 weights in the format of each, and the same prompt token ids.
 
 The GGUF model is dequantised and rounded to bfloat16 once; llama.cpp gets it as a bf16 GGUF file, vLLM and
 transformers as a Hugging Face folder. Prompts go through flexspec's tokenizer and chat template, so that no peer
@@ -108,7 +108,7 @@ def encode_prompts(prompts: list[dict[str, Any]], model: LoadedModel, tokenizer:
 
 
 def prepare(model_path: Path, prompts_path: Path, folder: Path, count: int | None) -> tuple[dict[str, Path], Tokenizer]:
-    """Write everything the peers need into ``folder``; gives the paths by format name, and the tokenizer."""
+    """Write everything the peers need into ``folder``; returns the paths by format name, and the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     model = open_model(model_path)
     tokenizer = Tokenizer(model.tokenizer_json or b"", eos_ids=model.config.eos_ids, bos_id=model.config.bos_id)

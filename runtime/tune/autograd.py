@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-_LOSS_ROWS = 256  # rows of logits alive at once: [256, 4k] float32 stays in the second-level cache
+_LOSS_ROWS = 256  # rows of logits alive at once: [256, 4k] float32 stays in the L2 cache
 
 
 class _RmsNorm(Function):
@@ -116,7 +116,7 @@ class _PathAttention(Function):
 
 
 class _DistilLoss(Function):
-    """KL(teacher || student) + ce_weight * CE(token) with a frozen head; the gradient is made in the forward pass."""
+    """KL(teacher || student) + ce_weight * CE(token) with a frozen head; the forward pass computes the gradient."""
 
     @staticmethod
     def forward(
@@ -150,7 +150,7 @@ class _DistilLoss(Function):
 
 
 def pad_rows(x: Tensor, multiple: int) -> Tensor:
-    """``x`` with rows of zeros up to a multiple, so that matrix products meet few shapes."""
+    """``x`` with rows of zeros up to a multiple, so that matrix products have few shapes."""
     missing = -len(x) % multiple
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 

@@ -18,27 +18,27 @@ from flexspec.arithmetic import ceil_div
 from flexspec.runtime.tune.config import TrainConfig
 from flexspec.runtime.tune.corpus import Conversation
 
-# Sequences are padded to these lengths, so that a run meets few matrix shapes: oneDNN generates code for each new one.
+# Sequences are padded to these lengths, so that a run has few matrix shapes: oneDNN generates code for each new one.
 _LENGTHS = (64, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512, 640, 768, 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Right-padded sequences. ``trained_BT`` marks the positions whose token is a training target."""
+    """Right-padded sequences."""
 
     ids_BT: Tensor
     states_BTJE: Tensor
-    trained_BT: Tensor
-    tokens: int
+    trained_BT: Tensor  # marks the positions whose token is a training target
+    tokens: int  # without padding
 
 
 @dataclass(frozen=True, slots=True)
 class SubVocabulary:
-    """The columns of one step's loss: reduced ids, the shift that corrects for sampling them, reduced id -> column."""
+    """The columns of one step's loss."""
 
-    columns_U: Tensor
-    shift_U: Tensor
-    column_of: Tensor
+    columns_U: Tensor  # reduced ids
+    shift_U: Tensor  # of the logits, corrects for sampling the columns
+    column_of: Tensor  # reduced id -> column, -1 for none
 
 
 def padded_length(tokens: int) -> int:
@@ -47,7 +47,7 @@ def padded_length(tokens: int) -> int:
 
 
 def plan_batches(lengths: Sequence[int], config: TrainConfig) -> list[NDArray[np.int64]]:
-    """The conversations of every step of the whole run, epoch after epoch; a fraction of an epoch is cut short.
+    """The conversations of every step of the run, epoch by epoch; a fraction of an epoch is cut short.
 
     A batch holds sequences of one padded length, neighbours drawn anew each epoch.
     """
@@ -69,7 +69,7 @@ def plan_batches(lengths: Sequence[int], config: TrainConfig) -> list[NDArray[np
 def load_batch(
     conversations: Sequence[Conversation], config: TrainConfig, taps: int, rng: np.random.Generator
 ) -> Batch:
-    """Read the states of some conversations and mark their targets: the whole answer and a share of the prompt."""
+    """Read the states of some conversations and mark their targets: all of the answer and a share of the prompt."""
     lengths = [min(len(c.ids), config.max_tokens) for c in conversations]
     rows, width = padded_length(max(lengths)), conversations[0].states.shape[1]
     ids = np.zeros((len(lengths), rows), np.int64)

@@ -1,4 +1,4 @@
-"""Everything that decides the outcome of a tune run, and the hashes that name its work folders."""
+"""All settings that decide the outcome of a tune run, and the hashes that name its work folders."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class GenerateConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """Distillation of the SSM. ``batch_tokens`` are rows of one optimiser step, padding included."""
+    """Distillation of the SSM."""
 
     epochs: float = 1.25
-    batch_tokens: int = 1600
+    batch_tokens: int = 1600  # rows of one optimiser step, padding included
     max_tokens: int = 640  # longer conversations keep their end
     depths: int = 3
     shallow_share: float = 0.3  # first part of the run, trained at depth 0 only
     depth_weight: float = 0.8
-    deep_share: float = 0.7  # share of the rows that a depth behind the first is trained on
-    prompt_share: float = 0.15  # share of the prompt's tokens trained on beside all of the answer's
-    token_weight: float = 0.1  # cross entropy of the token beside the teacher's law
+    deep_share: float = 0.7  # share of the rows that a depth after the first is trained on
+    prompt_share: float = 0.15  # share of the prompt's tokens trained on besides all of the answer's
+    token_weight: float = 0.1  # cross entropy of the token besides the teacher's law
     learning_rate: float = 1e-3
     vector_rate: float = 4.0  # learning rate of norm weights over that of matrices
     branch_scale: float = 0.1  # start of the layer's two output projections over the LLM's
@@ -54,8 +54,8 @@ class TrainConfig:
     final_rate: float = 0.02  # last learning rate as a share of the peak
     warmup_steps: int = 30
     weight_decay: float = 0.02
-    frequent: int = 2560  # kept tokens in every step's sub-vocabulary
-    sampled: int = 1024  # kept tokens drawn anew each step
+    frequent: int = 2560  # most frequent reduced tokens, in every step's sub-vocabulary
+    sampled: int = 1024  # reduced tokens drawn anew each step
     checkpoint_steps: int = 100
     threads: int = 1
     seed: int = 0
@@ -63,14 +63,14 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class TuneConfig:
-    """A whole run. ``tap_layers`` are the LLM layers whose outputs the SSM reads beside the last hidden state."""
+    """A complete run."""
 
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    tap_layers: tuple[int, ...] = (8, 18)
+    tap_layers: tuple[int, ...] = (8, 18)  # LLM layers whose outputs the SSM reads besides the last hidden state
     reduced_vocab_size: int = 8192  # tokens that the SSM is trained on, the most frequent ones
-    draft_vocab_size: int = 4096  # of these, the most frequent that it drafts: a smaller head makes a cheaper step
-    held_out_every: int = 32  # one conversation in so many is only ever measured on
+    draft_vocab_size: int = 4096  # of these, the most frequent that it drafts: a smaller head makes steps cheaper
+    held_out_every: int = 32  # one conversation in so many is only measured on
     ngram_order: int = 4
     ngram_bytes: int = 8_000_000
 

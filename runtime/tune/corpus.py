@@ -21,14 +21,14 @@ from flexspec.errors import TuneError
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One prompt and its answer. ``ids`` holds both; ``states`` (bf16 bits, [len(ids), J*E]) may be a memory map."""
+    """One prompt and its answer."""
 
     index: int
     kind: str
     temperature: float
     prompt_tokens: int
-    ids: NDArray[np.int32]
-    states: NDArray[np.uint16]
+    ids: NDArray[np.int32]  # of the prompt, then of the answer
+    states: NDArray[np.uint16]  # bf16 bits [len(ids), J*E]; may be a memory map
 
     @property
     def prompt(self) -> NDArray[np.int32]:
@@ -79,36 +79,36 @@ def read_shard(folder: Path, shard: int) -> list[Conversation]:
             ids, rows = t["ids"], zip(t["indices"], t["kinds"], t["temperatures"], t["prompts"], ends, strict=True)
             if len(ids) != ends[-1] or len(states) != ends[-1]:
                 raise ValueError(f"{len(ids)} ids and {len(states)} states for {ends[-1]} tokens")
-            found, start = [], 0
+            conversations, start = [], 0
             for index, kind, temperature, prompt, end in rows:
-                found.append(
+                conversations.append(
                     Conversation(int(index), str(kind), float(temperature), int(prompt), ids[start:end],
                                  states[start:end])
                 )  # fmt: skip
                 start = int(end)
-            return found
+            return conversations
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise TuneError(
             f"shard {shard} in {folder} cannot be read: {error}", "a complete shard of an earlier run",
-            f"delete {table.name} and run the command again to make it anew",
+            f"delete {table.name} and run the command again to create it again",
         ) from error  # fmt: skip
 
 
 def read_corpus(folder: Path, shards: int) -> list[Conversation]:
-    """All conversations in order, later ones whose prompt was already there left out, and those with no answer."""
+    """All conversations in order, without those whose prompt occurred before and those with no answer."""
     seen: set[bytes] = set()
-    kept: list[Conversation] = []
+    conversations: list[Conversation] = []
     for shard in range(shards):
         for conversation in read_shard(folder, shard):
             key = conversation.prompt.tobytes()
             if len(conversation.answer) >= 2 and key not in seen:
                 seen.add(key)
-                kept.append(conversation)
-    return kept
+                conversations.append(conversation)
+    return conversations
 
 
 def is_held_out(index: int, every: int) -> bool:
-    """True for conversations that are measured on and never trained on."""
+    """True for conversations that are measured on, never trained on."""
     return index % every == every - 1
 
 
@@ -120,7 +120,7 @@ def split(corpus: Sequence[Conversation], every: int) -> tuple[list[Conversation
     )
 
 
-def kept_tokens(train: Sequence[Conversation], vocab_size: int, size: int) -> NDArray[np.int64]:
+def frequent_tokens(train: Sequence[Conversation], vocab_size: int, size: int) -> NDArray[np.int64]:
     """The ``size`` token ids most frequent in answers (a prompt's token counts a tenth), most frequent first."""
     counts = np.zeros(vocab_size, np.float64)
     for c in train:

@@ -24,22 +24,22 @@ _ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class HitRates:
-    """``hits[depth - 1][i]`` is the share of answer tokens among the ``TOP[i]`` likeliest at that depth."""
+    """Hit rates over some conversations."""
 
     conversations: int
     tokens: int
-    coverage: float  # share of answer tokens that are in the reduced vocabulary at all
-    hits: tuple[tuple[float, ...], ...]
+    coverage: float  # share of answer tokens that are in the reduced vocabulary
+    hits: tuple[tuple[float, ...], ...]  # [depth - 1][i]: share of answer tokens among the TOP[i] likeliest
 
 
 def true_ranks(state_NE: Tensor, head_UE: Tensor, target_N: Tensor) -> Tensor:
-    """Rank (0 = likeliest) of each target column; a target of -1 ranks behind everything."""
+    """Rank (0 = likeliest) of each target column; a target of -1 ranks last."""
     ranks = torch.full(target_N.shape, len(head_UE))
     for i in range(0, len(state_NE), _ROWS):
         rows = slice(i, i + _ROWS)
         logits = (state_NE[rows] @ head_UE.T).float()
-        own = logits.gather(1, target_N[rows].clamp(min=0)[:, None])
-        ranks[rows] = torch.where(target_N[rows] >= 0, (logits > own).sum(1), len(head_UE))
+        target_logits = logits.gather(1, target_N[rows].clamp(min=0)[:, None])
+        ranks[rows] = torch.where(target_N[rows] >= 0, (logits > target_logits).sum(1), len(head_UE))
     return ranks
 
 
@@ -51,7 +51,7 @@ def hit_rates(
     """Hit rates over the answers of ``conversations`` (all of them; filter by temperature before)."""
     config = TrainConfig(max_tokens=max_tokens, prompt_share=0.0)
     reduced_ids = teacher.reduced_ids()
-    head = teacher.head_VE[teacher.kept].to(compute)
+    head = teacher.head_VE[teacher.keep_ids].to(compute)
     cast = {name: w.to(compute) for name, w in weights.items()}
     ranks: list[list[Tensor]] = [[] for _ in range(depths)]
     answer: list[Tensor] = []

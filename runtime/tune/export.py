@@ -1,4 +1,4 @@
-"""The folder a tune run leaves behind: weights in bfloat16, config.json, n-gram table, settings and model card.
+"""The output folder of a tune run: weights in bfloat16, config.json, n-gram table, settings and model card.
 
 The embedding and the LM head are not in it: both are rows of the LLM's own matrices, chosen by ``keep_ids``.
 """
@@ -32,7 +32,7 @@ _NGRAM_TABLE = layout.drafter_table("ngram")
 
 @dataclass(frozen=True, slots=True)
 class TuneResult:
-    """What a run made, for the card: counts of the data, of training, and hit rates by kind of held-out answers."""
+    """The results of a run, for the card: counts of the data and of training, and hit rates on held-out answers."""
 
     conversations: int
     answer_tokens: int
@@ -74,7 +74,7 @@ def _rope_json(rope: RopeConfig) -> dict[str, Any]:
 
 
 def export(
-    out: Path, model: LoadedModel, config: TuneConfig, weights: Weights, kept: np.ndarray[Any, Any], table: Arrays,
+    out: Path, model: LoadedModel, config: TuneConfig, weights: Weights, keep_ids: np.ndarray[Any, Any], table: Arrays,
     result: TuneResult, command: str,
 ) -> None:  # fmt: skip
     """Write the folder ``out`` in one move; an older one is replaced. Raises TuneError if it would be too big."""
@@ -82,7 +82,7 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     tensors = {name: weights[name].detach().to(torch.bfloat16).contiguous() for name in sorted(weights)}
-    tensors["keep_ids"] = torch.from_numpy(kept.astype(np.int32))
+    tensors["keep_ids"] = torch.from_numpy(keep_ids.astype(np.int32))
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     (partial / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
     save_table(table, partial / _NGRAM_TABLE)

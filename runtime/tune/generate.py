@@ -1,4 +1,4 @@
-"""Self-generated conversations: the LLM invents a user turn, answers it, and its hidden states are recorded on the way.
+"""Self-generated conversations: the LLM invents a user turn and answers it, while its hidden states are recorded.
 
 One continuous batch: a sequence that ends makes room for the next. Inventing and answering happen in the same sequence,
 so no token is computed twice. Each conversation draws from its own random stream and the executor is row-invariant, so
@@ -40,7 +40,7 @@ _MIN_TEXT = 120  # characters an answer needs to become material for a task
 
 
 class Codec(Protocol):
-    """What this file needs of a tokenizer."""
+    """The part of a tokenizer that this file uses."""
 
     def encode(self, text: str, add_special: bool) -> list[int]: ...
 
@@ -49,14 +49,14 @@ class Codec(Protocol):
 
 @dataclass(slots=True)
 class _Sequence:
-    """One conversation being made. ``prompt_tokens`` is 0 while the user turn is still being invented."""
+    """One conversation in progress."""
 
     index: int
     plan: PromptPlan
     ids: list[int]
     turn_start: int
     fed: int
-    prompt_tokens: int
+    prompt_tokens: int  # 0 while the user turn is still being invented
     pages: NDArray[np.int32]
     states: NDArray[np.uint16]
     rng: random.Random
@@ -83,8 +83,8 @@ def sample(logits_V: NDArray[np.float32], temperature: float, min_p: float, unif
 
 
 def step_batch(parts: Sequence[tuple[_Sequence, int]]) -> StepBatch:
-    """The step that feeds the next ``rows`` ids of each sequence, all as chains. Logits are asked for where a
-    sequence's last known id is fed."""
+    """The step that feeds the next ``rows`` ids of each sequence, all as chains. Sequences whose last known id is fed
+    have a logit row."""
     rows = np.array([n for _, n in parts])
     starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
     table = np.zeros((len(parts), max(len(s.pages) for s, _ in parts)), np.int32)
@@ -127,7 +127,7 @@ class Generator:
         self._before_tokens = len(codec.encode(frame.before, True))
 
     def run(self, report: Report) -> None:
-        """Make every missing shard; ``report`` gets conversations done, the total, and tokens made so far."""
+        """Generate every missing shard; ``report`` gets conversations done, the total, and tokens generated so far."""
         size = self._config.shard_size
         missing = [s for s in range(self._config.shards) if not shard_exists(self._folder, s)]
         done = size * (self._config.shards - len(missing))
@@ -161,13 +161,13 @@ class Generator:
         )  # fmt: skip
 
     def _may_admit(self, index: int) -> bool:
-        """There are pages for the longest conversation, and the shards its task may build on are finished."""
+        """Whether there are pages for the longest conversation, and the shards its task may build on are finished."""
         needed = self._pages_for(self._config.max_prompt_tokens + self._config.max_answer_tokens)
         behind = index // self._config.shard_size - _LAG
         return len(self._free) >= needed and all(shard_exists(self._folder, s) for s in range(behind + 1))
 
     def _earlier(self, index: int) -> list[Text]:
-        """Texts of the shards at least ``_LAG`` behind; held-out conversations are left out."""
+        """Texts of the shards at least ``_LAG`` behind, without held-out conversations."""
         behind = max(0, index // self._config.shard_size - _LAG + 1)
         while len(self._texts) < behind:
             self._texts.append([
@@ -178,7 +178,7 @@ class Generator:
         return [text for shard in self._texts[:behind] for text in shard if len(text.answer) >= _MIN_TEXT]
 
     def _turn_text(self, conversation: Conversation) -> str:
-        """The user's words of a finished prompt."""
+        """The user's text of a finished prompt."""
         ids = conversation.prompt.tolist()
         return self._codec.decode(ids[self._before_tokens : len(ids) - len(self._after)]).strip()
 
@@ -247,7 +247,7 @@ class Generator:
         return False
 
     def _close(self, sequence: _Sequence) -> Conversation:
-        """The finished conversation. The last token was chosen but never fed: it has no state, so zeros stand there."""
+        """The finished conversation. The last token was chosen but never fed: its state is zeros."""
         kind = sequence.plan.kind + ("" if sequence.plan.invented_tokens else "+")
         n = len(sequence.ids)
         return Conversation(

@@ -11,7 +11,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
 
 def keep_large_blocks() -> None:
-    """Let glibc keep large freed blocks: it otherwise maps and zeroes fresh pages for every large array."""
+    """Let glibc keep large freed blocks: otherwise it maps and zeroes fresh pages for every large array."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
@@ -20,10 +20,10 @@ def keep_large_blocks() -> None:
 
 
 def restart_with_huge_pages() -> None:
-    """Start the process anew with glibc's heap on huge pages, unless it already is.
+    """Restart the process with glibc's heap on huge pages, unless it already is.
 
-    The setting is read at process start only. Training streams through hundreds of megabytes a step, and in a virtual
-    machine a miss of the address translation cache walks two page tables: a step took 2.2 s without and 0.7 s with it.
+    The setting is read at process start only. Training streams hundreds of megabytes per step, and in a virtual
+    machine a TLB miss walks two page tables: a step took 2.2 s without and 0.7 s with it.
     """
     settings = os.environ.get("GLIBC_TUNABLES", "")
     if sys.platform == "linux" and _HUGE_PAGES not in settings:

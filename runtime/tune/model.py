@@ -8,7 +8,7 @@ Shape letters: B sequences, T rows of a sequence, J taps, H heads, G kv heads, D
 Row t of a sequence x_0 x_1 ... holds token x_{t+1} and the LLM's fused state at t (the state that predicted x_{t+1}).
 Depth 0 rows read LLM states only. The row of root r at depth j holds token x_{r+j+1} and the SSM's own output at
 (r, depth j-1); it attends to the depth-0 rows 0..r and to its path, the rows of root r at depths 1..j. This is what a
-draft sees: everything committed before the root, then its own guesses (EAGLE-3's training-time test, arXiv 2503.01840).
+draft sees: everything committed before the root, then its own drafts (EAGLE-3's training-time test, arXiv 2503.01840).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def ssm_config(llm: ModelConfig) -> ModelConfig:
 
 
 def weight_shapes(config: ModelConfig, taps: int) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of every trained weight; ``taps`` counts the fused LLM states, the last one included."""
+    """Canonical name -> shape of every trained weight; ``taps`` counts the fused LLM states, including the last."""
     e, f = config.hidden_size, config.ffn_size
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     dims = dict(zip(_PROJECTIONS, ((q, e), (kv, e), (kv, e), (e, q), (f, e), (f, e), (e, f)), strict=True))
@@ -58,7 +58,7 @@ def initial_weights(config: ModelConfig, taps: int, llm: WeightSource, llm_layer
 
     The layer's outputs are scaled down, since they are made for a residual stream many times wider than this input, and
     so is the final norm: a start that is sure of wrong tokens (KL 35 for SmolLM2) spends its first steps on unlearning.
-    Biases and q/k norms of the LLM's layer are left out: the SSM has none. Where that layer is a mixture of experts the
+    Biases and q/k norms of the LLM's layer are left out: the SSM has none. If that layer is a mixture of experts the
     SSM's one MLP starts as noise: no expert alone, nor their mean, computes what the layer does.
 
     Raises what ``llm.get`` raises.
@@ -88,7 +88,7 @@ def initial_weights(config: ModelConfig, taps: int, llm: WeightSource, llm_layer
 
 
 class FusedStateNet:
-    """The forward pass of one configuration over cast weights; holds the rotary tables and nothing that is trained."""
+    """The forward pass of one configuration over cast weights; holds the rotary tables and no trained weights."""
 
     def __init__(self, config: ModelConfig, taps: int, cos_sin: tuple[Tensor, Tensor]) -> None:
         self.config = config
@@ -96,7 +96,7 @@ class FusedStateNet:
         self.cos, self.sin = cos_sin  # float32 [max positions, D / 2]
 
     def fuse(self, w: Mapping[str, Tensor], taps_BTJE: Tensor) -> Tensor:
-        """The feature of each position: a linear of each LLM state, summed; all but the last state are normed."""
+        """The feature of each position: the sum of a linear of each LLM state; all but the last state are normed."""
         last = self.taps - 1
         feature = taps_BTJE[..., last, :] @ w[f"fuse.taps.{last}.weight"].T
         for i in range(last):

@@ -1,4 +1,4 @@
-"""What the LLM is asked to invent: openings of user turns by kind of task, and tasks set over its own earlier texts.
+"""What the LLM is asked to invent: openings of user turns by kind of task, and tasks about its own earlier texts.
 
 Magpie's observation (arXiv 2406.08464): a chat model that is given the user header and nothing else writes a plausible
 user message. A few opening words choose the kind. Every prompt is a function of (seed, index, earlier texts): nothing
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from flexspec.errors import TokenizerError
 from flexspec.runtime.tune.config import GenerateConfig
 
-# Openings end inside a sentence, where the LLM goes on. Kinds marked in _LONG hold a passage and may run longer.
+# Openings end inside a sentence, where the LLM continues. Kinds in _LONG contain a passage and may be longer.
 OPENINGS: dict[str, tuple[str, ...]] = {
     "free": ("",),
     "writing": ("Write a short story about", "Write an email to", "Compose a poem", "Draft a blog post about",
@@ -52,12 +52,12 @@ _QUESTIONS = ("What is the main idea?", "List the key points.", "What happened, 
               "What can one conclude from it?")  # fmt: skip
 _EXTRACT = ("Extract all names and places from this text: ", "List the facts of this passage as bullet points.\n\n",
             "Which numbers appear in the text below, and what do they stand for?\n\n")  # fmt: skip
-_RECENT = 1500  # texts a task may be set over: the latest so many
+_RECENT = 1500  # tasks are about the latest so many texts
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A finished earlier conversation: what was asked and what the LLM answered."""
+    """A finished earlier conversation."""
 
     question: str
     answer: str
@@ -65,11 +65,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """A user turn to make. ``invented_tokens`` 0: ``text`` is the whole turn; else the LLM goes on from ``text``."""
+    """A user turn to generate."""
 
     kind: str
     text: str
-    invented_tokens: int
+    invented_tokens: int  # at most, that the LLM adds to ``text``; 0: ``text`` is the complete turn
     answer_temperature: float
 
 
@@ -106,7 +106,7 @@ def plan_prompt(index: int, config: GenerateConfig, earlier: Sequence[Text]) -> 
 
 
 def _task(rng: random.Random, earlier: Sequence[Text]) -> tuple[str, str]:
-    """A task set over earlier texts: (kind, user turn)."""
+    """A task about earlier texts: (kind, user turn)."""
     text = rng.choice(earlier)
     kind = rng.choice(("summarization", "summarization", "translation", "documents", "documents", "reading",
                        "extraction", "rewriting"))  # fmt: skip

@@ -1,7 +1,7 @@
-"""``flexspec tune`` end to end: generate, train, measure, export. Each phase keeps its work and goes on after a kill.
+"""``flexspec tune`` end to end: generate, train, measure, export. Each phase saves its work and resumes after a kill.
 
 Work folders are named by the hash of what decides their content: ``data-HASH`` (shards) and ``train-HASH``
-(checkpoint), so a changed setting never meets stale files.
+(checkpoint), so a changed setting never reads stale files.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from flexspec.ops.rope import rope_tables
 from flexspec.progress import Progress
 from flexspec.runtime.executors.step import Executor
 from flexspec.runtime.tune.config import TuneConfig
-from flexspec.runtime.tune.corpus import Conversation, kept_tokens, read_corpus, sequences, shard_exists, split
+from flexspec.runtime.tune.corpus import Conversation, frequent_tokens, read_corpus, sequences, shard_exists, split
 from flexspec.runtime.tune.evaluate import HitRates, hit_rates
 from flexspec.runtime.tune.export import TuneResult, export
 from flexspec.runtime.tune.generate import Generator
 from flexspec.runtime.tune.host import keep_large_blocks
 from flexspec.runtime.tune.llm import open_executor, open_tokenizer
 from flexspec.runtime.tune.model import FusedStateNet, Weights, initial_weights, ssm_config
-from flexspec.runtime.tune.train import Teacher, Trainer, kept_tensor, prepare_torch
+from flexspec.runtime.tune.train import Teacher, Trainer, id_tensor, prepare_torch
 from flexspec.types import PAGE_TOKENS
 
 Log = Callable[[str], None]
@@ -50,7 +50,7 @@ def tune(
     model_path: Path, out: Path, work: Path, config: TuneConfig, progress: Progress, log: Log, command: str,
     open_llm: OpenExecutor = open_llm,
 ) -> TuneResult:  # fmt: skip
-    """Make the SSM folder ``out`` for the LLM at ``model_path``. Raises TuneError and what loading it raises."""
+    """Create the SSM folder ``out`` for the LLM at ``model_path``. Raises TuneError and what loading it raises."""
     keep_large_blocks()
     model = open_model(model_path)
     config.check(model.config.layers, model.config.vocab_size)
@@ -60,27 +60,27 @@ def tune(
     generate(model, config, data, open_llm, progress, log)
     corpus = read_corpus(data, config.generate.shards)
     train, held_out = split(corpus, config.held_out_every)
-    kept = kept_tokens(train, model.config.vocab_size, config.reduced_vocab_size)
+    keep_ids = frequent_tokens(train, model.config.vocab_size, config.reduced_vocab_size)
     prepare_torch(config.train.threads)
-    net, teacher, start = open_training(model, config, kept_tensor(kept))
+    net, teacher, start = open_training(model, config, id_tensor(keep_ids))
     trainer = Trainer(net, start, teacher, train, config.train, checkpoints)
     weights = trainer.run(_reporter("training", progress, log))
-    kept = kept[: config.exported_vocab_size]  # kept_tokens ranks them by frequency
-    teacher = Teacher(teacher.embedding_VE, teacher.head_VE, kept_tensor(kept))
+    keep_ids = keep_ids[: config.exported_vocab_size]  # frequent_tokens sorts them by frequency
+    teacher = Teacher(teacher.embedding_VE, teacher.head_VE, id_tensor(keep_ids))
     result = TuneResult(
         len(corpus), sum(len(c.answer) for c in corpus), sum(c.prompt_tokens for c in corpus), trainer.steps,
         trainer.trained_tokens, *measure(net, weights, teacher, held_out, config),
     )  # fmt: skip
     log(f"greedy hit rates (top-1, 2, 4, 8) by depth: {result.greedy.hits}")
     table = build_table(sequences(train), config.ngram_order, config.ngram_bytes)
-    export(out, model, config, weights, kept, table, result, command)
+    export(out, model, config, weights, keep_ids, table, result, command)
     return result
 
 
 def generate(
     model: LoadedModel, config: TuneConfig, folder: Path, open_llm: OpenExecutor, progress: Progress, log: Log
 ) -> None:
-    """Make the missing shards of ``folder``; does nothing, and builds no program, if there are none."""
+    """Generate the missing shards of ``folder``; does nothing, and builds no program, if there are none."""
     if all(shard_exists(folder, shard) for shard in range(config.generate.shards)):
         return
     tokenizer, frame = open_tokenizer(model)
@@ -95,8 +95,10 @@ def generate(
         executor.close()
 
 
-def open_training(model: LoadedModel, config: TuneConfig, kept: torch.Tensor) -> tuple[FusedStateNet, Teacher, Weights]:
-    """The network, the LLM's matrices it learns from, and the first weights."""
+def open_training(
+    model: LoadedModel, config: TuneConfig, keep_ids: torch.Tensor
+) -> tuple[FusedStateNet, Teacher, Weights]:
+    """The network, the LLM's matrices it learns from, and the initial weights."""
     llm, taps = model.config, len(config.tap_layers) + 1
     embedding = torch.from_numpy(model.weights.get("embed_tokens.weight")).to(torch.bfloat16)
     head = embedding
@@ -106,7 +108,7 @@ def open_training(model: LoadedModel, config: TuneConfig, kept: torch.Tensor) ->
     cos, sin = rope_tables(asdict(llm.rope), llm.head_dim, positions)
     net = FusedStateNet(ssm_config(llm), taps, (torch.from_numpy(cos), torch.from_numpy(sin)))
     start = initial_weights(ssm_config(llm), taps, model.weights, llm.layers, config.train)
-    return net, Teacher(embedding, head, kept), start
+    return net, Teacher(embedding, head, keep_ids), start
 
 
 def measure(
@@ -122,7 +124,7 @@ def measure(
 
 
 def _reporter(phase: str, progress: Progress, log: Log) -> Callable[[int, int, str], None]:
-    """Progress on every call and one log line a minute, with the rate."""
+    """Progress on every call and one log line per minute, with the rate."""
     started = last = time.monotonic()
     first: int | None = None
 

@@ -1,4 +1,4 @@
-"""Distillation of the SSM: the optimiser loop with checkpoints, the same to the bit whether or not it was interrupted.
+"""Distillation of the SSM: the optimiser loop with checkpoints, bit for bit the same if it is interrupted.
 
 Shape letters: B sequences, T token positions, J taps, E hidden, V vocab, U sub-vocabulary, N trained rows.
 """
@@ -31,24 +31,22 @@ _BETAS = (0.9, 0.95)
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """What training needs of the LLM: embedding and LM head [V,E] in the compute dtype, and the kept token ids."""
+    """What training needs of the LLM: embedding and LM head in the compute dtype."""
 
     embedding_VE: Tensor
     head_VE: Tensor
-    kept: Tensor
+    keep_ids: Tensor  # token ids of the reduced vocabulary
 
     def reduced_ids(self) -> Tensor:
-        """[V] token id -> reduced id, -1 for tokens that are not kept."""
+        """[V] token id -> reduced id, -1 for tokens outside the reduced vocabulary."""
         table = torch.full((len(self.head_VE),), -1)
-        table[self.kept] = torch.arange(len(self.kept))
+        table[self.keep_ids] = torch.arange(len(self.keep_ids))
         return table
 
 
 def prepare_torch(threads: int) -> None:
     """Thread count, and denormals flushed: softmax and exp are many times slower on them."""
-    os.environ.setdefault(
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192"
-    )  # a run's shapes times its products, all three ways
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")  # shapes of a run times its products, all 3 ways
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
 
@@ -70,7 +68,7 @@ def batch_loss(
     last state one position earlier, computed once for all depths.
     """
     ids, states, trained = batch.ids_BT, batch.states_BTJE, batch.trained_BT
-    head = teacher.head_VE[teacher.kept[vocabulary.columns_U]]
+    head = teacher.head_VE[teacher.keep_ids[vocabulary.columns_U]]
     outs = net.unroll(weights, teacher.embedding_VE[ids[:, 1:]], states[:, :-1], depths)
     rows = torch.full(trained.shape, -1)
     rows[trained] = torch.arange(int(trained.sum()))
@@ -140,7 +138,7 @@ class Trainer:
         chosen = self._plan[self.step]
         batch = load_batch([self._corpus[i] for i in chosen], config, self._net.taps, rng)
         targets = self._reduced_ids[batch.ids_BT[batch.trained_BT]]
-        vocabulary = draw_sub_vocabulary(targets, len(self._teacher.kept), config, generator)
+        vocabulary = draw_sub_vocabulary(targets, len(self._teacher.keep_ids), config, generator)
         batch = Batch(batch.ids_BT, batch.states_BTJE.to(self._compute), batch.trained_BT, batch.tokens)
         shallow = self.step < config.shallow_share * self.steps
         depths = min(1 if shallow else config.depths, batch.ids_BT.shape[1] - 2)
@@ -194,6 +192,6 @@ class Trainer:
         self.step, self.trained_tokens, self.losses = state["step"], state["trained_tokens"], state["losses"]
 
 
-def kept_tensor(kept: NDArray[np.int64]) -> Tensor:
-    """The kept ids as a tensor."""
-    return torch.from_numpy(kept.copy())
+def id_tensor(keep_ids: NDArray[np.int64]) -> Tensor:
+    """Token ids as a tensor."""
+    return torch.from_numpy(keep_ids.copy())

@@ -28,7 +28,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 
 
 class Scripted(Server):
-    told_every_s = 0.2
+    progress_every_s = 0.2
 
     def __init__(self, script: str) -> None:
         super().__init__(Path("none.fspec"), 0)
@@ -51,7 +51,7 @@ def test_a_slow_server_is_waited_for_and_spoken_of(capfd: pytest.CaptureFixture[
 def test_a_server_that_dies_is_quoted(end: str, how: str) -> None:
     with pytest.raises(SystemExit) as caught, Scripted(f"import os, sys; print('no memory', file=sys.stderr); {end}"):
         pass
-    assert how in str(caught.value) and str(caught.value).endswith("it last said:\n  no memory")
+    assert how in str(caught.value) and str(caught.value).endswith("its last lines:\n  no memory")
 
 
 def pair(tokens: int, off_s: float, on_s: float, rounds: int) -> Pair:

@@ -182,7 +182,7 @@ def test_gpu_check_counts_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {"cpu": "abcd", "cuda": "abxde"}
     monkeypatch.setattr(gpu_serve, "compile_tiny", lambda folder, target: (folder, ""))
     monkeypatch.setattr(
-        gpu_serve, "generate", lambda path, device, draft: gpu_serve.Answer(draft, device, texts[device], "")
+        gpu_serve, "generate", lambda path, device, draft: gpu_serve.GeneratedText(draft, device, texts[device], "")
     )
     assert gpu_serve.differences("sm_90", "cuda") == dict.fromkeys(gpu_serve.DRAFTS, 2)
 

@@ -14,10 +14,10 @@ from flexspec.models.config import ModelConfig
 from flexspec.ops.rope import rope_tables
 from flexspec.runtime.tune.batches import draw_sub_vocabulary, padded_length, plan_batches
 from flexspec.runtime.tune.config import TrainConfig, TuneConfig
-from flexspec.runtime.tune.corpus import Conversation, kept_tokens
+from flexspec.runtime.tune.corpus import Conversation, frequent_tokens
 from flexspec.runtime.tune.evaluate import TOP, hit_rates, true_ranks
 from flexspec.runtime.tune.model import FusedStateNet, Weights, ssm_config, weight_shapes
-from flexspec.runtime.tune.train import Teacher, Trainer, kept_tensor, learning_rate
+from flexspec.runtime.tune.train import Teacher, Trainer, id_tensor, learning_rate
 from flexspec.weight_formats.bf16 import to_bf16_bits
 
 LLM = ModelConfig("llama", 40, 16, 2, 2, 1, 8, 24, 1e-5, 64, tied_embeddings=True)
@@ -54,7 +54,7 @@ def _parts(corpus: list[Conversation]) -> tuple[FusedStateNet, Teacher, Weights]
         name: torch.randn(s) * 0.2 if len(s) > 1 else torch.ones(s) for name, s in weight_shapes(config, 2).items()
     }
     table = torch.from_numpy(_table()).to(torch.bfloat16)
-    return net, Teacher(table, table, kept_tensor(kept_tokens(corpus, 40, 32))), start
+    return net, Teacher(table, table, id_tensor(frequent_tokens(corpus, 40, 32))), start
 
 
 def _quiet(done: int, total: int, detail: str) -> None:
@@ -103,14 +103,14 @@ def test_hit_rates_against_a_loop_over_positions() -> None:
     corpus = _corpus(5)
     net, teacher, weights = _parts(corpus)
     rates = hit_rates(net, weights, teacher, corpus, depths=3, max_tokens=64, compute=torch.float32)
-    table, kept = teacher.embedding_VE.float(), teacher.kept.tolist()
+    table, kept = teacher.embedding_VE.float(), teacher.keep_ids.tolist()
     for depth in range(3):
         found = []
         for c in corpus:
             states = torch.from_numpy(c.states.view(np.int16).copy()).view(torch.bfloat16).float().view(1, -1, 2, 16)
             outs = net.unroll(weights, table[c.ids[1:]][None], states[:, :-1], 3)
             for position in range(c.prompt_tokens + depth, len(c.ids)):
-                law = table[teacher.kept] @ outs[depth][0, position - depth - 2]
+                law = table[teacher.keep_ids] @ outs[depth][0, position - depth - 2]
                 order = [kept[i] for i in law.argsort(descending=True).tolist()]
                 found.append(order.index(c.ids[position]) if c.ids[position] in order else 99)
         assert rates.hits[depth] == pytest.approx([np.mean([f < k for f in found]) for k in TOP], abs=1e-4)
