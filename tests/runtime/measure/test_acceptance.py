@@ -59,7 +59,7 @@ def test_a_profile_is_measured_and_read_back(
         ([], "--acceptance"),
         (["--acceptance", "--count", "0"], "--count 0"),
         (["--acceptance", "--draft", "off"], "draft plan off"),
-        (["--acceptance", "--draft", "budget:8"], "draws from SSMs"),
+        (["--acceptance", "--draft", "budget:8"], "drafts with SSMs"),
         (["--acceptance", "--draft", "tree:2,1", "--draft", "tree:2,1/sources=ssm"], "twice"),
         (["--acceptance", "--draft", "sideways"], "method 'sideways'"),
         (["--acceptance", "--draft", "chain:2/sources=ssm2"], "no ssm2"),

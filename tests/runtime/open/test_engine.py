@@ -95,7 +95,7 @@ def test_a_context_that_cannot_be_is_refused(artifact: Path) -> None:
     for options, expected in (
         ({"context_tokens": 1}, "2 to 256, the model's own"),
         ({"context_tokens": 257}, "2 to 256, the model's own"),
-        ({"context_tokens": 200, "draft": "off", "kv_tokens": 64}, "2 to 63, what 64 KV tokens hold beside a tree"),
+        ({"context_tokens": 200, "draft": "off", "kv_tokens": 64}, "2 to 63, what 64 KV tokens hold besides a tree"),
     ):
         with pytest.raises(CapacityError, match="--context") as caught, opened(artifact, **options):
             pass
