@@ -96,7 +96,7 @@ def chosen_targets(options: CompileOptions) -> Mapping[str, Sequence[str]]:
         if target not in known:
             raise CompileError(f"target {target!r}", f"one of {', '.join(known)}", "name a known target")
     chosen = {
-        name: (*packager.other_targets(options), *(each for each in options.targets if each in packager.targets))
+        name: (*packager.other_targets(options), *(target for target in options.targets if target in packager.targets))
         for name, packager in packagers().items()
     }
     if not any(chosen.values()):
