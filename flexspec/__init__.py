@@ -1,8 +1,8 @@
 """flexspec: a compiler and server for tree-speculative decoding (SpecInfer, arXiv 2305.09781).
 
-The names below are the Python face; each is imported when it is first asked for, so that ``import flexspec`` stays
-cheap. The core package beside it (layer 0: types, graph, operator records, builder, token tree, errors) imports nothing
-heavy; torch, triton, torch_mlir and onnx are imported only by the files that use them.
+The names below are the Python face; each is imported on first use, so that ``import flexspec`` stays fast. The core
+package beside it (layer 0: types, graph, operator records, builder, token tree, errors) imports nothing heavy; torch,
+triton, torch_mlir and onnx are imported only by the files that use them.
 """
 
 from pathlib import Path as _Path

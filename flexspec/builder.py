@@ -1,4 +1,4 @@
-"""The Python graph-building API: one typed method an operator, shapes checked at the call that breaks them.
+"""The Python graph-building API: one typed method per operator, shapes checked at the call that breaks them.
 
     b = GraphBuilder("tiny", DType.F32)
     x = b.input("x_TE", ("T", 64))
@@ -26,7 +26,7 @@ from flexspec.verifier import check_attrs, verify
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs every model reads, in the order executors feed them; runtime/executors/step.py says what they mean."""
+    """The inputs of every model, in the order in which executors feed them; runtime/executors/step.py explains them."""
 
     ids_T: Value
     positions_T: Value
@@ -39,10 +39,10 @@ class StepInputs:
 
 
 class GraphBuilder:
-    """Collects inputs and operator calls; ``finish`` gives the verified graph.
+    """Collects inputs and operator calls; ``finish`` returns the verified graph.
 
-    ``dtype`` is the dtype of activations, weights and caches. Weights and caches may be declared where they are first
-    used; ``finish`` puts the other inputs first, then weights, then caches.
+    ``dtype`` is that of activations, weights and caches. Weights and caches may be declared where they are first used;
+    ``finish`` puts the other inputs first, then weights, then caches.
     """
 
     def __init__(self, name: str, dtype: DType) -> None:
@@ -54,14 +54,14 @@ class GraphBuilder:
 
     @classmethod
     def extend(cls, graph: Graph, dtype: DType) -> GraphBuilder:
-        """A builder that goes on where ``graph`` ends; its values may be operands, its outputs are forgotten."""
+        """A builder that continues ``graph``: its values may be operands, its outputs are dropped."""
         builder = cls(graph.name, dtype)
         builder._inputs, builder._nodes = list(graph.inputs), list(graph.nodes)
         builder._types = graph.types()
         return builder
 
     def input(self, name: str, dims: Sequence[Dim], dtype: DType | None = None, role: Role = Role.ACTIVATION) -> Value:
-        """A graph input. Raises GraphError if the name is taken or not a legal name."""
+        """A graph input. Raises GraphError if the name is taken or not legal."""
         value = Value(name, TensorType(dtype or self.dtype, tuple(dims), role))
         self._define(value)
         self._inputs.append(value)
@@ -69,19 +69,19 @@ class GraphBuilder:
 
     def weight(self, name: str, dims: Sequence[Dim]) -> Value:
         """A weight. The same name again gives the same value (tied weights); other dims raise GraphError."""
-        wanted = TensorType(self.dtype, tuple(dims), Role.WEIGHT)
+        kind = TensorType(self.dtype, tuple(dims), Role.WEIGHT)
         if name not in self._types:
             return self.input(name, dims, role=Role.WEIGHT)
-        if self._types[name] != wanted:
-            raise _refuse(f"weight {name} declared as {self._types[name]} and now as {wanted}", "one type", "use one")
-        return Value(name, wanted)
+        if self._types[name] != kind:
+            raise _refuse(f"weight {name} declared as {self._types[name]} and now as {kind}", "one type", "use one")
+        return Value(name, kind)
 
     def kv_cache(self, name: str, kv_heads: int, head_dim: int) -> Value:
         """A paged cache [P, PAGE_TOKENS, G, D]."""
         return self.input(name, ("P", PAGE_TOKENS, kv_heads, head_dim), role=Role.KV)
 
     def step_inputs(self) -> StepInputs:
-        """Declare the inputs of a step. Raises GraphError when called twice."""
+        """Declare the inputs of a step. Raises GraphError if called twice."""
         i32 = DType.I32
         return StepInputs(
             self.input("ids_T", ("T",), i32, Role.IDS),
@@ -96,7 +96,7 @@ class GraphBuilder:
 
     @contextmanager
     def block(self, number: int) -> Iterator[None]:
-        """``with b.block(3):`` what is called inside belongs to decoder block 3. Stages are cut between blocks."""
+        """``with b.block(3):`` operators called inside belong to decoder block 3. Stages are cut between blocks."""
         outside, self._block = self._block, number
         try:
             yield
@@ -166,7 +166,7 @@ class GraphBuilder:
         return self.call("moe_experts", (x_TE, routing_TX, gate_XFE, up_XFE, down_XEF), attrs, names=(name,))[0]
 
     def add(self, a: Value, b: Value, *, name: str = "") -> Value:
-        """a + b of equal types."""
+        """a + b, of equal types."""
         return self.call("add", (a, b), names=(name,))[0]
 
     def select_rows(self, x_TE: Value, rows_L: Value, *, name: str = "") -> Value:
@@ -176,14 +176,14 @@ class GraphBuilder:
     def call(
         self, op: str, operands: Sequence[Value], attrs: Mapping[str, Attr] | None = None, names: Sequence[str] = ()
     ) -> tuple[Value, ...]:
-        """Any registered operator. An empty or missing name is derived from the operator.
+        """Call any registered operator. Empty or missing names are derived from the operator.
 
-        Raises GraphError with the operand types and the caller's line when record and operands do not fit.
+        Raises GraphError with the operand types and the caller's line if record and operands do not fit.
         """
         pairs = tuple(sorted((attrs or {}).items()))
         for value in operands:
             if self._types.get(value.name) != value.type:
-                raise _refuse(f"{op} given %{value.name}: {value.type}", "a value of this builder", "build it here")
+                raise _refuse(f"{op} of %{value.name}: {value.type}", "a value of this builder", "build it here")
         types = [value.type for value in operands]
         try:
             record = record_of(op)
@@ -194,9 +194,9 @@ class GraphBuilder:
             derived = record.shape(types, dict(pairs))
         except GraphError as error:
             raise _refuse(error.found, error.expected, error.fix) from None
-        wanted = list(names) + [""] * (len(derived) - len(names))
+        padded = list(names) + [""] * (len(derived) - len(names))
         outputs = tuple(
-            Value(name or self._fresh(op, i), kind) for i, (name, kind) in enumerate(zip(wanted, derived, strict=True))
+            Value(name or self._fresh(op, i), kind) for i, (name, kind) in enumerate(zip(padded, derived, strict=True))
         )
         for value in outputs:
             self._define(value)
@@ -223,7 +223,7 @@ class GraphBuilder:
 
 
 def _refuse(found: str, expected: str, fix: str) -> GraphError:
-    """The error with the file and line of the first caller outside this file in front."""
+    """The error, prefixed with the file and line of the first caller outside this file."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back

@@ -1,6 +1,6 @@
-"""Careful reading of files that people edit (TOML, JSON): a key is asked for once, what nobody asked for is an error.
+"""Checked reading of files that people edit (TOML, JSON): keys that nothing reads are errors.
 
-Owns the checks of kinds and ranges. What the values mean, and the class of the error, are the caller's.
+Owns the checks of types and ranges; what values mean, and the class of the error, are up to the caller.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 from flexspec.errors import FlexspecError
 
 _MAX_FILE_BYTES = 1 << 20
-_LEAST, _LARGEST = 1e-30, 1e30
-_SHOWN = 120  # characters of a wrong value in a message
+_SMALLEST, _LARGEST = 1e-30, 1e30
+_SHOWN = 120  # characters of an invalid value in a message
 Choice = TypeVar("Choice")
 Fail = Callable[[str, str], FlexspecError]  # (found, expected) -> the caller's error
 
 
 class Table:
-    """A table at ``where`` of file ``source``. Getters raise ``fail``'s error; ``done`` refuses keys never read."""
+    """The table at ``where`` of file ``source``. Getters raise ``fail``'s error; ``done`` rejects keys never read."""
 
     def __init__(self, body: Mapping[str, Any], source: str, fail: Fail, where: str = "") -> None:
         self.body, self._source, self._fail, self._where = body, source, fail, where
@@ -30,7 +30,7 @@ class Table:
 
     @classmethod
     def of(cls, body: object, source: str, fail: Fail, expected: str = "an object") -> Table:
-        """The table that a JSON file holds. Raises ``fail``'s error when it holds something else."""
+        """The table of a parsed JSON file. Raises ``fail``'s error if it is something else."""
         if not isinstance(body, dict):
             raise fail(f"{source}: a {type(body).__name__}", expected)
         return cls(body, source, fail)
@@ -39,7 +39,7 @@ class Table:
         return key in self.body
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is there and null, as JSON says that there is none. A missing one is not."""
+        """Whether the key is present with the value null; a missing key is not null."""
         self._read.add(key)
         return key in self.body and self.body[key] is None
 
@@ -52,7 +52,7 @@ class Table:
         return self._fail(f"{self._source}: {place}: {found}" if place else f"{self._source}: {found}", expected)
 
     def text(self, key: str, *, blank: bool = False) -> str:
-        """A text, not empty (with ``blank`` it may be)."""
+        """A text; not empty, unless ``blank`` allows that."""
         value = self._get(key, "a text in quotes")
         if not isinstance(value, str) or not (blank or value.strip()):
             raise self.error(key, show(value), "a text in quotes, not empty")
@@ -71,7 +71,7 @@ class Table:
         return value
 
     def number(self, key: str, *, zero: bool = False) -> float:
-        """A number above 0 (or from 0 with ``zero``)."""
+        """A number above 0; ``zero`` allows 0 too."""
         expected = "0, or a number from 1e-30 to 1e30" if zero else "a number from 1e-30 to 1e30"
         value = self._get(key, expected)
         if not _is_number(value) or value < 0 or (value == 0 and not zero):
@@ -119,7 +119,7 @@ class Table:
         return {name: part.table(name) for name in part.names()}
 
     def array(self, key: str) -> list[Table]:
-        """One table or more in a list: [[key]] in TOML."""
+        """A list of one or more tables: [[key]] in TOML."""
         value = self._get(key, f"a list of tables, [[{key}]] in TOML")
         if not isinstance(value, list | tuple) or not value or not all(isinstance(item, dict) for item in value):
             raise self.error(key, show(value), f"one or more tables, [[{key}]] in TOML")
@@ -127,24 +127,24 @@ class Table:
         return [self._part(item, f"{where}[{i}]") for i, item in enumerate(value)]
 
     def rows(self, key: str, expected: str) -> list[list[Any]]:
-        """A list of lists, of which nothing is known yet."""
+        """A list of lists whose items are not checked yet."""
         value = self._get(key, expected)
         if not isinstance(value, list | tuple) or not all(isinstance(item, list | tuple) for item in value):
             raise self.error(key, show(value), expected)
         return [list(item) for item in value]
 
     def scalars(self, key: str) -> dict[str, Any]:
-        """A table of texts, truth values and finite numbers, as it stands."""
+        """A table of texts, booleans and finite numbers, unchanged."""
         part = self.table(key)
         for name, value in part.body.items():
-            whole = type(value) is int  # counts of plans are larger than any float
-            if not (value is None or isinstance(value, str | bool) or whole or _is_number(value)):
+            integer = type(value) is int  # counts of plans may exceed any float
+            if not (value is None or isinstance(value, str | bool) or integer or _is_number(value)):
                 raise part.error(name, show(value), "a text, true, false or a finite number")
         return dict(part.body)
 
     def points(self, key: str) -> tuple[tuple[float, float], ...]:
-        """Pairs of positive numbers, rising in the first; the second is made monotone (a longer job takes no less)."""
-        expected = "two or more pairs [ideal_us, measured_us] with rising ideal_us"
+        """Pairs of positive numbers, increasing in the first; the second is made monotone (more work takes no less)."""
+        expected = "two or more pairs [ideal_us, measured_us] with increasing ideal_us"
         value = self.rows(key, expected)
         if len(value) < 2:
             raise self.error(key, show(value), expected)
@@ -158,14 +158,14 @@ class Table:
         return tuple(pairs)
 
     def only(self, required: Collection[str], optional: Collection[str] = ()) -> None:
-        """Refuse other keys, and name all that are missing: a misspelt key is told before the one it stands for."""
+        """Reject other keys, then name all missing ones: a misspelt key is reported before the one it stands for."""
         self._refuse_unknown((*required, *optional))
         missing = [key for key in required if key not in self.body]
-        if len(missing) > 1:  # a getter says more of a single one
+        if len(missing) > 1:  # for a single one, the getter's message says more
             raise self.error("", f"{', '.join(missing)}: missing", f"all of {', '.join(required)}")
 
     def done(self) -> None:
-        """Refuse keys that nothing has read: a misspelt key must not be ignored."""
+        """Reject keys that nothing has read: a misspelt key must not be ignored."""
         self._refuse_unknown(self._read)
 
     def _refuse_unknown(self, known: Collection[str]) -> None:
@@ -187,16 +187,16 @@ class Table:
 
 
 def show(value: object) -> str:
-    """A wrong value for a message, cut where it is long."""
+    """An invalid value for a message, shortened if long."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # a whole number of more digits than Python prints
+    except (ValueError, RecursionError):  # an integer with more digits than Python prints
         text = f"a {type(value).__name__} that is too large"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def read_table(path: Path, what: str, fail: Fail) -> Table:
-    """A file as a table, TOML or (by its name, .json) JSON. Raises ``fail``'s error when it is neither or too large."""
+    """A file as a table, TOML or (if named .json) JSON. Raises ``fail``'s error if it is neither or too large."""
     form = "JSON" if path.suffix == ".json" else "TOML"
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
@@ -204,8 +204,8 @@ def read_table(path: Path, what: str, fail: Fail) -> Table:
         text = path.read_text(encoding="utf-8")
         body = json.loads(text, object_pairs_hook=unique_keys) if form == "JSON" else tomllib.loads(text)
     except FileNotFoundError:
-        lost = fail(f"{path}: does not exist", what)
-        raise type(lost)(lost.found, lost.expected, "check the path") from None
+        missing = fail(f"{path}: does not exist", what)
+        raise type(missing)(missing.found, missing.expected, "check the path") from None
     except (OSError, ValueError, RecursionError) as error:  # decoding errors of all three forms are ValueErrors
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise fail(f"{path}: {reason}", f"{what}, readable as {form}") from None
@@ -225,5 +225,5 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """A finite number whose products with others are finite too (a whole number may exceed any float)."""
-    return type(value) in (int, float) and (value == 0 or _LEAST <= abs(value) <= _LARGEST)
+    """A finite number whose products with others are finite too (an integer may exceed any float)."""
+    return type(value) in (int, float) and (value == 0 or _SMALLEST <= abs(value) <= _LARGEST)

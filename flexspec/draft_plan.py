@@ -1,7 +1,7 @@
-"""The draft plan: which drafters run, in which shape, and the most they can ask for in a round.
+"""The draft plan: which drafters run, the shape of their trees, and the most that they may take in a round.
 
-Owns the parsing of the command line's words and the one worst-case function that scheduler, KV pools and context checks
-all call (a sum that forgets drafts is how servers overrun their caches).
+Owns the parsing of the command line's form and the one worst-case function that scheduler, KV pools and context checks
+all call (servers overrun their caches when one sum omits the drafts).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ METHODS = ("off", "chain", "tree", "budget")
 SAMPLED = ("deterministic", "mixed")
 MAX_NODES = 255  # four ancestor words with the root
 MAX_DEPTH = 64
-OPEN_BATCH = 1 << 30  # a ladder's last batch where no larger one is planned for
-ROOT_CHILDREN = 8  # children of the root in a dynamic tree; beyond it hit rates hardly rise
-NODE_CHILDREN = 4  # of any other node: its own chance is to be multiplied in
+OPEN_BATCH = 1 << 30  # the last batch of a ladder: no upper limit
+ROOT_CHILDREN = 8  # children of the root in a dynamic tree; more hardly raise hit rates
+NODE_CHILDREN = 4  # of any other node, which itself is only reached with some chance
 
 _SYNTAX = "off | chain:DEPTH | tree:K1,K2,... | budget:NODES, then /option=value"
 
@@ -33,7 +33,7 @@ class Expansion:
     """
 
     children: tuple[int, ...]  # of each extended node, by level
-    beam: int | None  # most nodes extended on a level, None for all
+    beam: int | None  # most nodes extended on a level; None: all
 
     @classmethod
     def static(cls, vector: Sequence[int]) -> Expansion:
@@ -44,7 +44,7 @@ class Expansion:
         return cls((ROOT_CHILDREN,) + (NODE_CHILDREN,) * (depth - 1), beam)
 
     def level_sizes(self) -> list[int]:
-        """Nodes made at each level, at most."""
+        """The most nodes made at each level."""
         sizes: list[int] = []
         extended = 1
         for children in self.children:
@@ -54,17 +54,17 @@ class Expansion:
 
     @property
     def nodes(self) -> int:
-        """Nodes of the full tree, the root not counted."""
+        """Nodes of the full tree, without the root."""
         return sum(self.level_sizes())
 
     @property
     def draft_rows(self) -> int:
-        """Most rows behind the committed context: the extended nodes of all levels but the last."""
+        """The most rows after the committed context: the extended nodes of all levels but the last."""
         sizes = self.level_sizes()[:-1]
         return sum(sizes if self.beam is None else [min(self.beam, size) for size in sizes])
 
     def fitting(self, max_nodes: int, max_depth: int) -> Expansion:
-        """The levels that fit whole: for trees with sampled nodes, which must never be cut by what was drawn."""
+        """The levels that fit completely: trees with sampled nodes must never be pruned by what was drawn."""
         total = 0
         for level, size in enumerate(self.level_sizes()):
             total += size
@@ -75,17 +75,17 @@ class Expansion:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """What a round drafts, and what of it is verified. Raises RequestError (param "draft") for an invalid plan."""
+    """What a round drafts, and which part of it is verified. Raises RequestError (param "draft") if it is invalid."""
 
     # off: nothing is drafted. chain: the best path of the sources' merged tree, ``max_depth`` long. tree: all of it,
-    # each SSM in the static shape ``vector``. budget: the nodes that pay by survival and step cost.
+    # each SSM in the static shape ``vector``. budget: the nodes worth their share of the step's cost.
     method: str = "budget"
     vector: tuple[int, ...] = ()  # children of each node, by level (tree)
     max_nodes: int = 16
     max_depth: int = 8
-    options: tuple[tuple[str, int], ...] = ()  # of the drafters, by name: those that are not at their defaults
+    options: tuple[tuple[str, int], ...] = ()  # of the drafters, by name: only those that differ from their defaults
     sources: tuple[str, ...] = ("suffix", "ngram")
-    sampled: str = "deterministic"  # mixed: sampled requests draw one child a node (tree of the SSM alone)
+    sampled: str = "deterministic"  # mixed: sampled requests draw one child per node (tree of the SSM alone)
 
     def __post_init__(self) -> None:
         _choice("method", self.method, METHODS)
@@ -145,7 +145,7 @@ class DraftPlan:
         """From ``METHOD[:SIZE][/option=value]...``, as in ``budget:16/depth=8/sources=suffix+ngram+ssm``.
 
         Options: nodes, depth, sources, sampled and those of the drafters (flexspec/drafters/). Raises RequestError
-        naming the part at fault.
+        naming the invalid part.
         """
         head, *options = text.strip().split("/")
         method, _, size = head.partition(":")
@@ -166,7 +166,7 @@ class DraftPlan:
         return cls(**values, options=tuple(shapes.items()))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        """The text that parses back to this plan; that of a static tree always names its SSMs."""
+        """The text that parses back to this plan; for a static tree it always names the SSMs."""
         if self.method == "off":
             return "off"
         size = {"chain": self.max_depth, "budget": self.max_nodes}.get(self.method) or ",".join(map(str, self.vector))
@@ -182,7 +182,7 @@ class DraftPlan:
 
 
 def default_draft(ssms: int) -> DraftPlan:
-    """The draft plan that compile stores when none is given: all sources but those that want to be named."""
+    """The draft plan that compile stores by default: all sources except those that must be named."""
     placed = (record for record in drafter_records() if record.order is not None)
     sources = tuple(source for record in placed for source in record.sources(ssms))
     return DraftPlan("budget", max_nodes=24, max_depth=8, sources=sources)
@@ -190,15 +190,15 @@ def default_draft(ssms: int) -> DraftPlan:
 
 @dataclass(frozen=True, slots=True)
 class WorstCase:
-    """Per request and round: drafted nodes (root not counted), tree depth, rows in each SSM behind its context."""
+    """The most that one request takes in one round."""
 
-    max_nodes: int
-    max_depth: int
-    ssm_rows: int
+    max_nodes: int  # drafted, without the root
+    max_depth: int  # of the tree
+    ssm_rows: int  # in each SSM, after its context
 
 
 def worst_case(plan: DraftPlan) -> WorstCase:
-    """The most one request can take in one round under ``plan``."""
+    """The most that one request can take in one round under ``plan``."""
     if plan.method == "off":
         return WorstCase(0, 0, 0)
     nodes, depth = _tree_size(plan)
@@ -207,7 +207,7 @@ def worst_case(plan: DraftPlan) -> WorstCase:
 
 @dataclass(frozen=True, slots=True)
 class DraftLadder:
-    """The draft plan of every batch size: (largest batch, plan) in ascending order; the last one has no end."""
+    """The draft plan of every batch size: (largest batch, plan) in ascending order; the last one has no limit."""
 
     rungs: tuple[tuple[int, DraftPlan], ...]
 
@@ -217,7 +217,7 @@ class DraftLadder:
         return cls(((OPEN_BATCH, plan),))
 
     def rung_of(self, requests: int) -> int:
-        """The number of the rung for a batch of this many requests."""
+        """The index of the rung for a batch of this many requests."""
         fitting = (i for i, (largest, _) in enumerate(self.rungs) if requests <= largest)
         return next(fitting, len(self.rungs) - 1)
 
@@ -241,7 +241,7 @@ class DraftLadder:
 
     @property
     def worst(self) -> WorstCase:
-        """The most one request can take in a round, whichever rung is in use."""
+        """The most that one request can take in a round, whichever rung is in use."""
         return worst_of([worst_case(plan) for plan in self.plans])
 
     def __str__(self) -> str:
@@ -265,7 +265,7 @@ def _tree_size(plan: DraftPlan) -> tuple[int, int]:
         return plan.max_depth, plan.max_depth
     if plan.method == "tree":
         nodes, depth = plan.expansion.nodes * _count_ssms(plan), len(plan.vector)
-        if _count_ssms(plan) < len(plan.sources):  # other sources add to the static trees, up to max_nodes in all
+        if _count_ssms(plan) < len(plan.sources):  # other sources add to the static trees, up to max_nodes in total
             return max(plan.max_nodes, nodes), max(plan.max_depth, depth)
         return nodes, depth
     return plan.max_nodes, min(plan.max_depth, plan.max_nodes)

@@ -1,6 +1,6 @@
 """Every user-facing error: a stable code, what was found, what was expected, and the fix.
 
-Owns the hierarchy only; the text is given where the error is raised. Asserts are for our own bugs, never for users.
+Owns the hierarchy only; whoever raises an error writes its text. Asserts are for our own bugs, never for users.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class GraphTextError(FlexspecError):
 
 
 class PassError(FlexspecError):
-    """A pass produced a graph that the verifier refuses; the message names the pass."""
+    """A pass produced a graph that the verifier rejects; the message names the pass."""
 
     code = "FS103"
 
 
 class PartitionError(FlexspecError):
-    """A graph cannot be cut into the stages and ranks that were asked for."""
+    """A graph cannot be cut into the requested stages and ranks."""
 
     code = "FS104"
 
@@ -51,7 +51,7 @@ class ModelConfigError(FlexspecError):
 
 
 class WeightError(FlexspecError):
-    """A weight is missing, superfluous, of the wrong shape or dtype."""
+    """A weight is missing, unexpected, or of the wrong shape or dtype."""
 
     code = "FS202"
 
@@ -69,7 +69,7 @@ class TokenizerError(FlexspecError):
 
 
 class ImportProgramError(FlexspecError):
-    """A traced program holds something that no canonical operator stands for; names the op and the user's line."""
+    """A traced program contains something that has no canonical operator; names the op and the user's line."""
 
     code = "FS205"
 
@@ -93,7 +93,7 @@ class ArtifactError(FlexspecError):
 
 
 class RequestError(FlexspecError):
-    """A request asks for something that is not valid or not offered (HTTP 400)."""
+    """A request asks for something that is invalid or not offered (HTTP 400)."""
 
     code = "FS501"
 
@@ -103,13 +103,13 @@ class RequestError(FlexspecError):
 
 
 class CapacityError(FlexspecError):
-    """A request or configuration needs more memory, context or slots than there are."""
+    """A request or configuration needs more memory, context or slots than available."""
 
     code = "FS502"
 
 
 class QueueFullError(CapacityError):
-    """No room for a request right now (HTTP 503); it may come again after ``retry_after_s`` seconds."""
+    """No room for a request right now (HTTP 503); the client may retry after ``retry_after_s`` seconds."""
 
     code = "FS503"
 
@@ -119,7 +119,7 @@ class QueueFullError(CapacityError):
 
 
 class EngineError(FlexspecError):
-    """The engine cannot go on: a step failed or a worker is gone."""
+    """The engine cannot continue: a step failed or a rank is gone."""
 
     code = "FS601"
 
@@ -131,19 +131,19 @@ class PortError(FlexspecError):
 
 
 class TuneError(FlexspecError):
-    """Training or data generation of an SSM cannot go on."""
+    """Training an SSM, or generating its data, cannot continue."""
 
     code = "FS701"
 
 
 class MachineError(FlexspecError):
-    """A machine file is unreadable, incomplete, or holds values that no machine has."""
+    """A machine file is unreadable, incomplete, or has invalid values."""
 
     code = "FS801"
 
 
 class PlanError(FlexspecError):
-    """No plan fits the machine, or a plan file says something that cannot be run."""
+    """No plan fits the machine, or a plan file cannot be run."""
 
     code = "FS802"
 

@@ -16,8 +16,8 @@ Attr = int | float | str | bool | tuple[int, ...] | tuple[float, ...]
 
 
 def as_int(value: object) -> int:
-    """A dim or an attribute that the rules made sure is a whole number."""
-    assert isinstance(value, int), f"{value!r} where a whole number was made sure of"
+    """A dim or an attribute that a rule has already checked to be an integer."""
+    assert isinstance(value, int), f"{value!r} where an integer was checked"
     return value
 
 
@@ -37,11 +37,11 @@ class Node:
     inputs: tuple[str, ...]
     outputs: tuple[Value, ...]
     attrs: tuple[tuple[str, Attr], ...] = ()  # sorted by key
-    # The decoder block it belongs to, from 0 up: stages are cut between blocks. None before, after or outside them.
+    # Its decoder block, counted from 0: stages are cut between blocks. None: before, after or outside them.
     block: int | None = None
 
     def attr(self, key: str) -> Attr:
-        """The attribute ``key``. Raises KeyError if the node does not carry it."""
+        """The attribute ``key``. Raises KeyError if the node does not have it."""
         for name, value in self.attrs:
             if name == key:
                 return value
@@ -88,7 +88,7 @@ class Graph:
     def blocks(self) -> dict[str, int]:
         """Value name -> the block in which it is computed.
 
-        A value outside the blocks belongs to the last block that it needs; one that needs none is absent.
+        A value outside the blocks belongs to the last block that it depends on; without one it is absent.
         """
         table: dict[str, int] = {}
         for node in self.nodes:

@@ -1,6 +1,6 @@
-"""Gives a finished graph other storage: the format of its weight matrices, the dtype of its KV caches.
+"""Changes the storage of a finished graph: the format of its weight matrices, the dtype of its KV caches.
 
-Model files know one dtype, that of the activations; what stores weights and caches is chosen behind them.
+Model files know one dtype, that of the activations; how weights and caches are stored is chosen afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexspec.verifier import verify
 
 
 def store_weights(graph: Graph, stored: WeightFormat) -> Graph:
-    """The graph with every weight matrix stored in a format; vectors (norms, biases) stay as they are.
+    """The graph with every weight matrix stored in a format; vectors (norms, biases) are unchanged.
 
     Raises GraphError naming a matrix whose rows are not whole blocks of the format.
     """
@@ -42,7 +42,7 @@ def store_kv(graph: Graph, dtype: DType) -> Graph:
 
 
 def _with_inputs(graph: Graph, changed: Mapping[str, TensorType]) -> Graph:
-    """The graph with inputs of other types; the types of everything else follow by the operators' shape rules."""
+    """The graph with inputs of other types; all other types follow from the operators' shape rules."""
     inputs = tuple(replace(v, type=changed.get(v.name, v.type)) for v in graph.inputs)
     known = {value.name: value.type for value in inputs}
     nodes: list[Node] = []

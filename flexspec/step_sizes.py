@@ -1,6 +1,6 @@
-"""Sizes of everything that is handed to a step and comes out of it, read off its graph.
+"""Sizes of the inputs and outputs of a step, read off its graph.
 
-The one place that knows which outputs of a graph are logits, which are features and which only travel to other ranks.
+The only place that knows which outputs of a graph are logits, which are features and which are only sent to ranks.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from flexspec.types import Role
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """What a step of a model, or of a rank's part of one, takes and gives."""
+    """What a step of a model, or of a rank's part of it, takes and returns."""
 
     outputs: int  # columns of the logits; 0 for a stage before the last
-    id_rows: int  # token ids are below; NO_LIMIT where any will do
-    max_positions: int  # positions are below; NO_LIMIT where any will do
-    feature_columns: int  # floats a row that are put out, 0 for none
-    reads_features: int  # floats a row that are read, 0 for none
+    id_rows: int  # token ids are below it; NO_LIMIT: any
+    max_positions: int  # positions are below it; NO_LIMIT: any
+    feature_columns: int  # floats per row of its features; 0: it has none
+    reads_features: int  # floats per row that it reads; 0: none
 
 
 def step_sizes(graph: Graph) -> StepSizes:
-    """The sizes of a graph. Ids and positions end where the shortest table that they index does.
+    """The sizes of a graph. Ids and positions are limited by the shortest table that they index.
 
-    Raises CompileError when logits or features have no fixed size.
+    Raises CompileError if logits or features have no fixed size.
     """
     types = graph.types()
     read = [value.type.dims[-1] for value in graph.inputs if value.type.role is Role.ACTIVATION]
@@ -43,14 +43,14 @@ def step_sizes(graph: Graph) -> StepSizes:
 
 
 def has_logits(graph: Graph) -> bool:
-    """False for a stage before the last: its outputs are what it sends, and caches."""
+    """False for a stage before the last: its outputs are sent values and caches."""
     sent, types = sent_values(graph), graph.types()
-    meets = any(record_of(node).exchange for node in graph.nodes)
-    return not (meets and all(name in sent or types[name].role is Role.KV for name in graph.outputs))
+    has_exchange = any(record_of(node).exchange for node in graph.nodes)
+    return not (has_exchange and all(name in sent or types[name].role is Role.KV for name in graph.outputs))
 
 
 def feature_outputs(graph: Graph) -> tuple[str, ...]:
-    """The hidden states that a step puts out behind its logits, in order."""
+    """The hidden states that a step outputs after its logits, in order."""
     sent, types = sent_values(graph), graph.types()
     return tuple(n for n in graph.outputs[1:] if types[n].role is Role.ACTIVATION and n not in sent)
 

@@ -40,7 +40,7 @@ _Item = TypeVar("_Item")
 
 
 def print_attr(value: Attr) -> str:
-    """An attribute as text: floats always carry a point or an exponent, tuples stand in brackets."""
+    """An attribute as text: floats always have a point or an exponent, tuples are in brackets."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
@@ -58,7 +58,7 @@ def print_node(node: Node) -> str:
 
 
 def graph_lines(graph: Graph) -> list[str]:
-    """The whole text form, a line an entry: header, inputs, nodes, return, closing brace."""
+    """The lines of the text form: header, inputs, nodes, return, closing brace."""
     inputs = [f"  input %{value.name}: {value.type}" for value in graph.inputs]
     nodes = [f"  {print_node(node)}" for node in graph.nodes]
     outputs = ", ".join("%" + name for name in graph.outputs)
@@ -106,7 +106,7 @@ class _Line:
         return self.take("value", "a value name such as %x")[1:]
 
     def listed(self, item: Callable[[], _Item], close: str) -> list[_Item]:
-        """Items between commas up to the mark ``close``, which is taken too."""
+        """Items between commas up to the mark ``close``, which is consumed too."""
         items: list[_Item] = []
         while self.peek() != close:
             if items:
@@ -211,7 +211,7 @@ def parse_graph(text: str) -> Graph:
     ]
     if len(lines) < 3:
         raise GraphTextError(
-            f"{len(lines)} lines of text", "a header, a return line and a closing brace", "give a graph"
+            f"{len(lines)} lines of text", "a header, a return line and a closing brace", "pass a graph"
         )
     header, *body, last, closing = lines
     closing.mark("}")

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """Entry i of each tuple is node i's. Depths are made once, when the tree is; nobody counts them again."""
+    """Entry i of each tuple is node i's. Depths are computed once, when the tree is made."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # -1 for the root, which is node 0
     sources: tuple[str, ...] = ()  # the drafters that proposed the node ("suffix+ngram"); "root" for node 0
     scores: tuple[float, ...] = ()  # the claimed chance that the node is accepted given that its parent is
-    # node -> the law (float64 [V]) that its token was really drawn from; a node without one was proposed
-    # deterministically (docs/design/acceptance.md rule 1, or one-hot in traversal)
+    # node -> the law (float64 [V]) from which its token was drawn; a node without one was proposed deterministically
+    # (docs/design/acceptance.md rule 1, or one-hot in traversal)
     laws: dict[int, NDArray[np.float64]] = field(default_factory=dict)
     depths: tuple[int, ...] = field(init=False, repr=False, compare=False)  # edges from the root
 
@@ -43,7 +43,7 @@ class TokenTree:
 
     @classmethod
     def chain(cls, tokens: Sequence[int], source: str = "chain") -> TokenTree:
-        """Root followed by a path, one child a node."""
+        """A root followed by a path."""
         n = len(tokens)
         return cls(tuple(tokens), tuple(range(-1, n - 1)), ("root",) + (source,) * (n - 1), (1.0,) * n)
 
@@ -52,7 +52,7 @@ class TokenTree:
         return bit_words(ancestor_bits(self.parents), words or (len(self) + 63) // 64)
 
     def children(self) -> list[list[int]]:
-        """For each node its children, in index order."""
+        """The children of each node, in index order."""
         table: list[list[int]] = [[] for _ in self.tokens]
         for i, parent in enumerate(self.parents):
             if i:
@@ -68,7 +68,7 @@ class TokenTree:
 
 
 def ancestor_bits(parents: Sequence[int]) -> list[int]:
-    """For each node the bit set of its ancestors-or-self; a negative parent makes a root. Parents come first."""
+    """For each node, the bit set of its ancestors and itself; a negative parent makes a root. Parents come first."""
     bits: list[int] = []
     for node, parent in enumerate(parents):
         bits.append(1 << node if parent < 0 else bits[parent] | 1 << node)
@@ -76,6 +76,6 @@ def ancestor_bits(parents: Sequence[int]) -> list[int]:
 
 
 def bit_words(bits: Sequence[int], words: int) -> NDArray[np.uint64]:
-    """[len(bits), words]: each bit set as words of 64 bits, the lowest first."""
+    """[len(bits), words]: each bit set as 64-bit words, the lowest first."""
     packed = b"".join([row.to_bytes(8 * words, "little") for row in bits])
     return np.frombuffer(packed, "<u8").reshape(len(bits), words).astype(np.uint64)

@@ -2,7 +2,7 @@
 
 Shape letters, used everywhere: R requests, T tokens of the step (tree nodes of all requests, packed), L logit rows,
 B pages of a request, P pages of the pool, W ancestor words, S context, H heads, G kv heads, D head dim, E hidden,
-F ffn, V vocab, X experts. A dim is an int or one of these letters while it is not yet known.
+F ffn, V vocab, X experts. A dim is an int, or one of these letters if its size is not yet known.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Dim = int | str
 
-PAGE_TOKENS = 32  # tokens a KV page; also the key block of attention (kPage), so that block edges are fixed by position
+PAGE_TOKENS = 32  # tokens per KV page; also attention's key block (kPage), so that block edges are fixed by position
 
 
 class DType(Enum):
@@ -55,16 +55,16 @@ class Role(Enum):
 class WeightFormat:
     """How a weight matrix is stored. Operators never see it: they compute with its values in the weight's dtype.
 
-    A format is one file in flexspec/weight_formats, found by its presence. Rows are stored one behind the other, in
+    A format is one file in flexspec/weight_formats, found by its presence. Rows are stored one after the other, in
     blocks of consecutive elements: a matrix may be cut between any two rows, and along its rows between blocks.
     """
 
     name: str  # in the text form, in options and on pages
     doc: str
-    dtype: DType | None  # stored just as weights of this dtype are; None: neither f32, bf16 nor f16
-    block_elements: int  # a row has a multiple of these; 1: one number an element
+    dtype: DType | None  # it is that dtype's plain form; None: it is neither f32, bf16 nor f16
+    block_elements: int  # a row has a multiple of these; 1: one number per element
     block_bytes: int
-    # Dtypes that hold every stored value exactly; into others a value is rounded, to nearest even, as it is expanded.
+    # Dtypes that represent every stored value exactly; for others, values are rounded to nearest even when expanded.
     exact: tuple[DType, ...]
     # float32 [..., K] -> the stored rows [..., bytes or numbers]. Raises OverflowError for a value out of range.
     encode: Callable[[NDArray[np.float32]], NDArray[np.generic]]
@@ -74,15 +74,12 @@ class WeightFormat:
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """``dtype[dims]:role``, and ``dtype[dims]:weight:format`` for a weight that is stored in another format.
+    """``dtype[dims]:role``, or ``dtype[dims]:weight:format`` for a weight stored in another format."""
 
-    ``dims`` are ints or symbolic letters. ``dtype`` is what operators compute with; ``format`` None stores just that.
-    """
-
-    dtype: DType
+    dtype: DType  # what operators compute with
     dims: tuple[Dim, ...]
     role: Role
-    format: WeightFormat | None = None
+    format: WeightFormat | None = None  # how it is stored; None: in its dtype
 
     def __str__(self) -> str:
         stored = f":{self.format.name}" if self.format else ""
@@ -90,11 +87,11 @@ class TensorType:
 
     @property
     def stored(self) -> str:
-        """Name of the format in which a weight is stored: that of its dtype if no other."""
+        """Name of the format in which a weight is stored: that of its dtype by default."""
         return self.format.name if self.format else self.dtype.value
 
     def elements(self, sizes: dict[str, int]) -> int:
-        """Number of elements with the symbolic dims bound by ``sizes``. Raises KeyError for an unbound letter."""
+        """Number of elements; ``sizes`` has the symbolic dims. Raises KeyError for a letter that it lacks."""
         n = 1
         for dim in self.dims:
             n *= dim if isinstance(dim, int) else sizes[dim]

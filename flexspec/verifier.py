@@ -1,6 +1,6 @@
 """The rules of a graph: SSA order, unique names, arity, attributes, shape rules, outputs. Reads operator records only.
 
-A refusal shows the operator, its line of text and five lines on either side.
+An error shows the operator, its line of text and five lines on either side.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def verify(graph: Graph) -> None:
         if name not in known:
             raise _at(graph, last, f"output %{name}", "a value of this graph", "return a defined value")
     if len(set(graph.outputs)) != len(graph.outputs):
-        raise _at(graph, last, "one value returned twice", "outputs that differ", "return every value once")
+        raise _at(graph, last, "one value returned twice", "different outputs", "return every value once")
 
 
 def verify_node(node: Node, known: dict[str, TensorType]) -> None:
-    """Check one node against its record, ``known`` giving the types of the values defined before it."""
+    """Check one node against its record. ``known``: the types of the values defined before it."""
     record = record_of(node)
     for name in node.inputs:
         if name not in known:
@@ -55,17 +55,18 @@ def verify_node(node: Node, known: dict[str, TensorType]) -> None:
         raise GraphError(f"{len(node.inputs)} operands", f"{wanted} operands", f"call {record.name} as: {record.doc}")
     check_attrs(record, node.attrs)
     derived = record.shape([known[name] for name in node.inputs], dict(node.attrs))
-    found = tuple(value.type for value in node.outputs)
-    if derived != found:
-        raise GraphError(f"outputs {_types(found)}", f"{_types(derived)} by the shape rule", "write the derived types")
+    declared = tuple(value.type for value in node.outputs)
+    if derived != declared:
+        expected = f"{_types(derived)} by the shape rule"
+        raise GraphError(f"outputs {_types(declared)}", expected, "write the derived types")
 
 
 def _check_block(node: Node, blocks: dict[str, int]) -> None:
-    """Blocks run in order: a node needs nothing of a later one."""
+    """Blocks run in order: a node may not read a value of a later one."""
     if node.block is None:
         return
     if node.block < 0:
-        raise GraphError(f"block {node.block}", "blocks from 0 up", "number the decoder blocks from 0")
+        raise GraphError(f"block {node.block}", "a block number of at least 0", "number the decoder blocks from 0")
     late = next((name for name in node.inputs if blocks.get(name, 0) > node.block), None)
     if late is not None:
         raise GraphError(
@@ -80,7 +81,7 @@ def check_attrs(record: OpRecord, attrs: tuple[tuple[str, Attr], ...]) -> None:
     keys = [key for key, _ in attrs]
     allowed = {**record.attrs, **record.optional_attrs}
     signature = ", ".join(f"{key}: {_type_name(kind)}" for key, kind in allowed.items()) or "none"
-    fix = f"give the attributes of {record.name}: {signature}"
+    fix = f"pass the attributes of {record.name}: {signature}"
     if keys != sorted(set(keys)):
         raise GraphError(f"attributes in the order {keys}", "sorted and each once", fix)
     missing = [key for key in record.attrs if key not in keys]
@@ -121,12 +122,12 @@ def _define(graph: Graph, known: dict[str, TensorType], value: Value, line: int)
 
 
 def _wrong_format(kind: TensorType) -> str:
-    """What a type that names a weight format should be instead; empty for a legal one."""
+    """What a type with an illegal weight format should have instead; empty for a legal one."""
     if kind.format is None:
         return ""
     row = kind.dims[-1] if kind.dims else 0
     if kind.role is not Role.WEIGHT or len(kind.dims) < 2 or not kind.dtype.is_float:
-        return "a format for weight matrices of a floating dtype only"
+        return "a format for weight matrices of a floating-point dtype only"
     if kind.format.dtype is kind.dtype:
         return f"no format: {kind.dtype.value} is stored as {kind.dtype.value}"
     if not isinstance(row, int) or row % kind.format.block_elements:

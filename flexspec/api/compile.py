@@ -1,4 +1,4 @@
-"""``flexspec.compile``: a model and its SSMs to an artifact. ``flexspec compile`` is this function with words."""
+"""``flexspec.compile``: a model and its SSMs to an artifact; on the command line, ``flexspec compile``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from flexspec.kernels.package.options import CompileOptions
 from flexspec.progress import Progress
 from flexspec.types import DType
 
-MOST_TREE_TOKENS = 512
+MAX_TREE_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledArtifact(os.PathLike[str]):
-    """An artifact that was written; give it, or its path, to ``LLM``."""
+    """A written artifact; pass it, or its path, to ``LLM``."""
 
     path: Path
     draft: DraftPlan  # what it drafts with by default
@@ -58,18 +58,18 @@ def compile(
 ) -> CompiledArtifact:
     """Compile ``model`` (a .gguf file or a Hugging Face folder) with its SSMs and write the artifact ``out``.
 
-    ``plan``: of several ranks, from ``flexspec.plan`` or a file. ``dtype``: of activations and KV cache, bf16 or f32.
-    ``weights``: the format in which matrices are stored (f16, ...), numbers of ``dtype`` if left out. ``targets``:
-    GPUs to compile kernels for too (sm_90, gfx942, ...). ``isas``: CPU instruction sets; all of this machine's kind if
-    left out, "none" for an artifact of ``targets`` alone. ``draft``: the draft plan that the artifact stores, in place
-    of the plan's or the default. ``max_tree``: largest token tree of the GPU kernels. ``dump_ir``: a folder for the
-    graph after every pass. ``command``: the words that the artifact records as how to rebuild it.
+    ``plan``: one with several ranks, from ``flexspec.plan`` or a file. ``dtype``: of activations and KV cache, bf16 or
+    f32. ``weights``: the format in which matrices are stored (f16, ...; default: ``dtype``). ``targets``: GPUs for
+    which to compile kernels too (sm_90, gfx942, ...). ``isas``: CPU instruction sets (default: all of this machine's
+    architecture), "none" for an artifact of ``targets`` alone. ``draft``: the draft plan that the artifact stores
+    instead of the plan's or the default. ``max_tree``: largest token tree of the GPU kernels. ``dump_ir``: a folder for
+    the graph after every pass. ``command``: the command that the artifact records for rebuilding it.
 
     Raises the loaders' errors (ModelFileError, ModelConfigError, WeightError, TokenizerError), CompileError for options
     that do not exist, ToolchainError without a C++ compiler, PlanError, and RequestError for a bad draft plan.
     """
-    if not 1 <= max_tree <= MOST_TREE_TOKENS:
-        raise CompileError(f"--max-tree {max_tree}", f"1 to {MOST_TREE_TOKENS} nodes", "choose a size in that range")
+    if not 1 <= max_tree <= MAX_TREE_TOKENS:
+        raise CompileError(f"--max-tree {max_tree}", f"1 to {MAX_TREE_TOKENS} nodes", "choose a size in that range")
     ssms = listed(ssm)
     drafts = DraftPlan.parse(draft) if draft else default_draft(len(ssms))
     ranks = plan.plan if isinstance(plan, FoundPlan) else plan
@@ -99,7 +99,7 @@ def _names(names: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _isas(asked: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Instruction sets as CompileOptions takes them. Raises CompileError for a name of none."""
+    """Instruction sets for CompileOptions. Raises CompileError for an unknown name."""
     if asked is None:
         return None
     names = _names(asked)
@@ -115,7 +115,7 @@ def _isas(asked: str | Sequence[str] | None) -> tuple[str, ...] | None:
 def _command(
     model: AnyPath, ssms: Sequence[Path], out: AnyPath, plan: object, options: CompileOptions, draft: str | None
 ) -> list[str]:
-    """The words of ``flexspec compile`` that do the same. A plan that has no file yet is called as in the artifact."""
+    """The equivalent ``flexspec compile`` command. A plan without a file gets the name that it has in the artifact."""
     words = ["flexspec", "compile", os.fspath(model), "-o", os.fspath(out), "--dtype", options.dtype.value]
     words += ["--weights", options.weights.name] if options.weights else []
     for ssm in ssms:

@@ -1,4 +1,4 @@
-"""``flexspec.LLM``: an artifact in this process, from prompts to completions."""
+"""``flexspec.LLM``: runs an artifact in this process, from prompts to completions."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ _KINDS = "a text, a list of token ids, or a list of messages ({'role': ..., 'con
 
 
 class LLM:
-    """An opened artifact. Requests run in the thread that calls, several together; calls may come from any thread.
+    """An opened artifact. Requests run in the calling thread, several together; calls may come from any thread.
 
-    A context manager: at its end, or at :meth:`close`, requests that still run are cancelled and memory is freed.
+    A context manager: at its end, or in :meth:`close`, running requests are cancelled and memory is freed.
     """
 
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
         """Open the artifact ``path`` (NAME.fspec, from ``flexspec.compile`` or the command).
 
         ``options`` are the fields of ``ServeOptions``: draft, device, threads, kv_tokens, max_requests, context_tokens
-        and so on. Raises RequestError for an option that does not exist or a bad draft plan, CapacityError for numbers
-        that cannot work, ArtifactError, and ToolchainError for a device that is missing.
+        and so on. Raises RequestError for an unknown option or an invalid draft plan, CapacityError for impossible
+        numbers, ArtifactError, and ToolchainError for a missing device.
         """
         self._served: Served | None = open_engine(Path(path), read_options(options))
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[Completion]:
-        """Run one prompt or several together; completions stand in the order of the prompts.
+        """Run one or more prompts together; completions are in the order of the prompts.
 
-        A text is continued as it stands, a chat gets the assistant's next turn. ``params``: for all prompts (greedy, at
-        most 128 tokens, if left out) or a list with one each. Whether and how speculation drafts never changes a
-        completion. Raises RequestError or CapacityError before anything runs, for a prompt that can never run, and
-        EngineError when the engine fails.
+        A text is continued unchanged, a chat gets the assistant's next turn. ``params``: one for all prompts (default:
+        greedy, at most 128 tokens) or a list with one per prompt. Speculation never changes a completion. Raises
+        RequestError or CapacityError before anything runs, for a prompt that can never run, and EngineError if the
+        engine fails.
         """
         served = self._opened
         return served.generate([_flat(served, prompt) for prompt in _listed(prompts)], params)
 
     def chat(self, messages: Messages | Sequence[Messages], params: Params = None) -> list[Completion]:
-        """The assistant's next turn of one chat or several. Raises as :meth:`generate`, and RequestError for a model
-        without a chat template."""
+        """The assistant's next turn in one or more chats. Raises the errors of :meth:`generate`, and RequestError for a
+        model without a chat template."""
         chats = _listed(messages)
         wrong = next((chat for chat in chats if not _is_chat(chat)), None)
         if wrong is not None:
@@ -63,7 +63,7 @@ class LLM:
         finish_reason and stats).
 
         The request runs while the caller reads. It is cancelled when the caller leaves the loop, by ``break`` or an
-        exception, and its memory is free for the next call. Raises as :meth:`generate`.
+        exception, and its memory is free for the next call. Raises the errors of :meth:`generate`.
         """
         served = self._opened
         return served.stream(_flat(served, prompt), params)
@@ -79,7 +79,7 @@ class LLM:
 
     @property
     def context_tokens(self) -> int:
-        """Most tokens of a prompt and its completion together."""
+        """Maximum tokens of a prompt and its completion together."""
         return self._opened.context_tokens
 
     @property
@@ -88,7 +88,7 @@ class LLM:
         return str(self._opened.draft)
 
     def close(self) -> None:
-        """Cancel what runs and free all memory. Idempotent."""
+        """Cancel running requests and free all memory. Idempotent."""
         served, self._served = self._served, None
         if served is not None:
             served.close()
@@ -109,28 +109,28 @@ class LLM:
     @property
     def _opened(self) -> Served:
         if self._served is None:
-            raise EngineError("an LLM that is closed", "an open one", "open the artifact again")
+            raise EngineError("a closed LLM", "an open one", "open the artifact again")
         return self._served
 
 
 def read_options(options: Mapping[str, object]) -> ServeOptions:
-    """ServeOptions of keywords. Raises RequestError for an unknown name (with the nearest) or type, CapacityError."""
+    """ServeOptions from keywords. Raises RequestError for an unknown name or a wrong type, and CapacityError."""
     known: dict[str, Field[Any]] = {field.name: field for field in fields(ServeOptions)}
     for name, value in options.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             fix = f"did you mean {near[0]}?" if near else "leave it out"
             raise RequestError(f"option {name}", f"one of {', '.join(known)}", fix, param=name)
-        wanted = type(known[name].default)
-        if type(value) is not wanted:
-            raise RequestError(f"{name}={value!r}", f"a value of type {wanted.__name__}", "pass one", param=name)
+        kind = type(known[name].default)
+        if type(value) is not kind:
+            raise RequestError(f"{name}={value!r}", f"a value of type {kind.__name__}", "pass one", param=name)
     return prepare(ServeOptions(**cast(dict[str, Any], options)))
 
 
 def _listed(prompts: Any) -> list[Any]:
-    """Several prompts as they are, one as a list of it."""
+    """One or more prompts as a list."""
     if not _is_many(prompts) and not isinstance(prompts, str):
-        raise _no_prompt(prompts, f"{_KINDS}, or a list of such")
+        raise _no_prompt(prompts, f"{_KINDS}, or a list of these")
     return [prompts] if isinstance(prompts, str) or _is_ids(prompts) or _is_chat(prompts) else list(prompts)
 
 

@@ -1,4 +1,4 @@
-"""``flexspec.plan``: the parallel plan of a model, its SSMs and a machine. ``flexspec plan`` is this with words."""
+"""``flexspec.plan``: a parallel plan for a model, its SSMs and a machine; on the command line, ``flexspec plan``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FoundPlan:
         return {**body, "certificate": self.certificate.to_json() if self.certificate else None}
 
     def svg(self) -> str:
-        """A picture of the stages, their devices and a round, a whole SVG document."""
+        """A picture of the stages, their devices and a round, as an SVG document."""
         return plan_svg(self._view)
 
 
@@ -71,27 +71,29 @@ def plan(
     degrees: Sequence[int] = (),
     prove: bool = False,
 ) -> FoundPlan:
-    """Search the plan of least time for ``model`` (a config.json is enough) on ``machine``, and explain it.
+    """Search for the fastest plan for ``model`` (a config.json is enough) on ``machine``, and explain it.
 
-    ``machine`` and ``acceptance`` are files or names of ones that ship; a shipped acceptance profile is found by the
-    SSM's name. ``requests``: most at the same time, each of ``context`` tokens. ``objective``: latency, throughput, or
-    goodput with ``limit_ms`` a token. ``dtype`` and ``weights`` as ``flexspec.compile`` has them. ``degrees``: TP
-    degrees to try (powers of two if empty). ``prove`` checks the answer with separate code.
+    ``machine`` and ``acceptance`` are files or names of shipped ones; a shipped acceptance profile is found by the
+    SSM's name. ``requests``: the maximum at the same time, each of ``context`` tokens. ``objective``: latency,
+    throughput, or goodput with ``limit_ms`` per token. ``dtype`` and ``weights`` as in ``flexspec.compile``.
+    ``degrees``: TP degrees to try (powers of two if empty). ``prove`` checks the answer with separate code.
 
-    Raises PlanError when nothing fits or options contradict each other, MachineError, ProfileError, and the loaders'.
+    Raises PlanError if nothing fits or options contradict each other, MachineError, ProfileError, and the loaders'
+    errors.
     """
     problem, profile = open_problem(
         model, machine=machine, ssm=ssm, acceptance=acceptance, requests=requests, context=context,
         objective=objective, limit_ms=limit_ms, dtype=dtype, weights=weights, degrees=degrees,
     )  # fmt: skip
-    found = search(problem)
-    certificate = check_proof(problem, found[0]) if prove else None
-    why = explain(problem, found, profile.llm if profile else "")
-    return FoundPlan(make_plan(problem, found[0], certificate), problem, found[0], why, profile, certificate)
+    candidates = search(problem)
+    best = candidates[0]
+    certificate = check_proof(problem, best) if prove else None
+    why = explain(problem, candidates, profile.llm if profile else "")
+    return FoundPlan(make_plan(problem, best, certificate), problem, best, why, profile, certificate)
 
 
 def check_proof(problem: Problem, best: Candidate) -> Certificate:
-    """The certificate of the search's answer. Raises PlanError when the prover knows a better one."""
+    """The certificate of the search's answer. Raises PlanError if the prover finds a better plan."""
     certificate = prove(problem, best.value_us)
     if certificate.refutes(best.value_us, best.free_bytes):
         found = f"the prover found a better plan, {certificate.to_json()}"
@@ -114,9 +116,9 @@ def open_problem(
     degrees: Sequence[int] = (),
     times_only: bool = False,
 ) -> tuple[Problem, AcceptanceProfile | None]:
-    """What a plan is searched for, with arguments as :func:`plan` has them.
+    """The problem to search a plan for, with the arguments of :func:`plan`.
 
-    ``times_only``: an SSM without a profile is fine, since what a round takes does not depend on the tokens it brings.
+    ``times_only``: an SSM needs no profile, since the time of a round does not depend on the tokens that it commits.
     """
     limit_us = _limit_us(objective, limit_ms)
     opened, kind, stored = open_machine(os.fspath(machine)), read_dtype(dtype), read_weights(weights)
@@ -129,7 +131,7 @@ def open_problem(
         profile = open_acceptance(os.fspath(acceptance))
     elif ssms:
         try:
-            profile = find_acceptance([each.name for each in ssms])
+            profile = find_acceptance([model.name for model in ssms])
         except ProfileError:
             if not times_only:
                 raise
@@ -138,7 +140,7 @@ def open_problem(
 
 
 def powers_of_two(largest: int) -> tuple[int, ...]:
-    """TP degrees that are tried by default, up to ``largest`` devices of a node."""
+    """The TP degrees to try by default, up to the ``largest`` number of devices of a node."""
     return tuple(1 << i for i in range(largest.bit_length()) if 1 << i <= min(largest, 64))
 
 

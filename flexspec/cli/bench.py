@@ -1,4 +1,4 @@
-"""``flexspec bench X.fspec --acceptance``: what an artifact's drafts bring, measured."""
+"""``flexspec bench X.fspec --acceptance``: measure how many tokens an artifact's draft plans commit per round."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 EPILOG = """\
---acceptance answers the prompts with each draft plan and counts: mean nodes at each depth, and tokens that a round
-commits. The profile tells flexspec plan what a round is worth.
+--acceptance answers the prompts with each draft plan and measures the mean number of nodes at each depth and of tokens
+that a round commits. flexspec plan reads them from the profile.
 
 example:
   flexspec bench build/smollm2.fspec --acceptance --count 4 --draft chain:2/sources=ssm -o build/acceptance.json
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft",
         action="append",
         metavar="PLAN",
-        help="a draft plan to measure, as for serve; may be repeated (default: seven chains and trees of one SSM)",
+        help="a draft plan to measure, as in serve; may be repeated (default: seven chains and trees of one SSM)",
     )
     parser.add_argument(
         "--prompts", type=Path, help='JSON lines, {"prompt": "..."} or {"turns": [...]} (default: 48 shipped prompts)'
@@ -31,16 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--count", type=int, default=13, help="number of prompts, spread evenly over the file (default 13)"
     )
-    parser.add_argument("--max-tokens", type=int, default=64, help="most new tokens of each answer (default 64)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="maximum new tokens per answer (default 64)")
     parser.add_argument(
         "--llm-name",
         default="",
-        help="what flexspec plan calls the LLM: its file's name (default: the artifact's name)",
+        help="name of the LLM in the profile: that of the file passed to plan (default: the artifact's name)",
     )
     parser.add_argument(
         "--ssm-name",
         action="append",
-        help="what flexspec plan calls the SSM: its folder's or file's name; may be repeated (default ssm)",
+        help="name of the SSM in the profile: that of the file or folder passed to plan; may be repeated (default ssm)",
     )
     parser.add_argument("-o", "--output", type=Path, help="write the profile to this file, NAME.json")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from flexspec.runtime.measure.acceptance import DRAFTS, PROMPTS, measure_acceptance, read_prompts
 
     if not args.acceptance:
-        raise ProfileError("bench without a subject", "--acceptance", "say what to measure")
+        raise ProfileError("bench without --acceptance", "what to measure", "pass --acceptance")
     for name, most in (("count", 1_000_000), ("max_tokens", 1_000_000)):
         if not 1 <= getattr(args, name) <= most:
             option = "--" + name.replace("_", "-")

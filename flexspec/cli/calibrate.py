@@ -9,8 +9,8 @@ from flexspec.host.cores import usable_cores
 
 EPILOG = """\
 Steps of the artifact's LLM are timed on one core while the other cores run the same steps; links between processes
-are timed with gloo (PyTorch). Memory is the amount that the kernel reports, in equal shares. Constants that cannot be
-measured are copied from the shipped file cpu2, and their origin says so.
+are timed with gloo (PyTorch). Memory is what the kernel reports, divided equally. Constants that cannot be measured are
+copied from the shipped file cpu2, and their origin says so.
 
 example:
   flexspec calibrate build/smollm2.fspec -o build/machine.toml
@@ -19,13 +19,13 @@ example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
-    parser.add_argument("artifact", type=Path, help="an artifact of a model that runs on this machine, NAME.fspec")
+    parser.add_argument("artifact", type=Path, help="an artifact that runs on this machine, NAME.fspec")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the machine file to write, NAME.toml")
     parser.add_argument(
         "--ranks", type=int, default=usable_cores(), help="number of devices, one core each (default: all cores)"
     )
     parser.add_argument(
-        "--no-links", action="store_true", help="keep the shipped constants of links, which needs no PyTorch"
+        "--no-links", action="store_true", help="use the shipped constants for links, which needs no PyTorch"
     )
 
 
@@ -36,15 +36,15 @@ def run(args: argparse.Namespace) -> int:
 
     if not 1 <= args.ranks <= 256:
         raise MachineError(f"--ranks {args.ranks}", "1 to 256", "choose a number of cores")
-    done = calibrate(args.artifact, args.output.stem, ranks=args.ranks, links=not args.no_links)
+    result = calibrate(args.artifact, args.output.stem, ranks=args.ranks, links=not args.no_links)
     try:
-        args.output.write_text(machine_toml(done.machine, done.tables_origin), encoding="utf-8")
+        args.output.write_text(machine_toml(result.machine, result.tables_origin), encoding="utf-8")
     except OSError as error:
         raise MachineError(f"{args.output} cannot be written ({error})", "a path to a file", "choose another") from None
     print("rows  predicted ms  measured ms  ratio")
-    for rows, predicted_us, measured_us in done.steps.rows:
+    for rows, predicted_us, measured_us in result.steps.rows:
         print(f"{rows:4d}  {predicted_us / 1e3:12.2f}  {measured_us / 1e3:11.2f}  {predicted_us / measured_us:5.2f}")
-    for name, constant in done.machine.constants():
+    for name, constant in result.machine.constants():
         print(f"{name} = {constant.value:g} x {constant.correction:g}: {constant.origin}")
     print(f"{args.output}: use it with flexspec plan --machine {args.output}")
     return 0

@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan",
         type=Path,
-        help="a plan of several ranks, by flexspec plan -o or by hand (TOML): adds program and weights of each rank",
+        help="a plan with several ranks, from flexspec plan -o or hand-written (TOML): adds each rank's program and "
+        "weights",
     )
     add_dtype_options(parser)
     parser.add_argument(
@@ -38,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--isa",
         action="append",
         default=[],
-        help="CPU instruction sets: amx, avx512, avx2, generic (default: all here), or none: an artifact for --target "
-        "alone, which needs no C++ compiler",
+        help="CPU instruction sets: amx, avx512, avx2, generic (default: all of this machine's architecture), or none: "
+        "an artifact for --target alone, which needs no C++ compiler",
     )
     parser.add_argument(
         "--draft",
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from flexspec.cli.progress import progress_bars
 
     with progress_bars() as progress:
-        made = compile(
+        artifact = compile(
             args.model,
             out=args.output,
             ssm=args.ssm,
@@ -71,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
             command=["flexspec", *sys.argv[1:]],
             progress=progress,
         )
-    if made.gpu_kernels:
+    if artifact.gpu_kernels:
         from flexspec.kernels.gpu.package import format_rows
 
-        print(format_rows(list(made.gpu_kernels)))
-    print(f"{made.path}: {made.size_bytes / 1e6:.0f} MB, draft plan {made.draft}")
+        print(format_rows(list(artifact.gpu_kernels)))
+    print(f"{artifact.path}: {artifact.size_bytes / 1e6:.0f} MB, draft plan {artifact.draft}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``flexspec generate X.fspec -p TEXT``: one completion in the terminal, with what speculation did."""
+"""``flexspec generate X.fspec -p TEXT``: one completion in the terminal, and its speculation statistics."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.epilog = f"{draft_plans_help()}\n{EPILOG}"
     parser.add_argument("artifact", type=Path, help="an artifact made by flexspec compile")
-    parser.add_argument("-p", "--prompt", required=True, help="the text to answer")
-    parser.add_argument("--raw", action="store_true", help="continue the text instead of using the chat template")
+    parser.add_argument("-p", "--prompt", required=True, help="the prompt, answered as a chat message")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt instead of using the chat template")
     add_sampling_arguments(parser)
     add_run_arguments(parser)
 

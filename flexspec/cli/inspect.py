@@ -1,4 +1,4 @@
-"""``flexspec inspect X``: what an artifact, a model or a graph file holds, and its graphs in four forms."""
+"""``flexspec inspect X``: the contents of an artifact, a model or a graph file, and its graphs in four forms."""
 
 from __future__ import annotations
 
@@ -40,25 +40,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--emit", choices=EMITTED, help="print a graph in this form instead of the page")
     parser.add_argument(
         "--model",
-        help="one model of an artifact, llm, ssm or ssm2: its page, or its graph with --emit (default: the page of "
-        "all, the graph of llm); elsewhere: whose passes --lowered runs",
+        help="the model of an artifact to show: llm, ssm, ssm2 (default: a page of all, or with --emit the graph of "
+        "llm); for other inputs, the model whose passes --lowered runs",
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--canonical", action="store_true", help="the graph as built (default for a model)")
-    form.add_argument("--lowered", action="store_true", help="the graph after all passes (what an artifact holds)")
+    form.add_argument("--canonical", action="store_true", help="show the graph as built (default for a model)")
+    form.add_argument("--lowered", action="store_true", help="show the graph after all passes (as in an artifact)")
     add_dtype_options(parser, default=None)
-    parser.add_argument(
-        "--partition", type=Path, metavar="PLAN.json", help="cut a model as a plan says: a page of its ranks"
-    )
-    parser.add_argument("--rank", type=int, help="with --partition: the page of one rank, or its graph with --emit")
-    parser.add_argument("--json", action="store_true", help="the page as JSON")
+    parser.add_argument("--partition", type=Path, metavar="PLAN.json", help="cut a model by a plan and show its ranks")
+    parser.add_argument("--rank", type=int, help="with --partition: show this rank, or its graph with --emit")
+    parser.add_argument("--json", action="store_true", help="print the page as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.json and args.emit:
         raise CompileError("--json and --emit together", "one of them", "use --emit=json for the graph")
     if args.rank is not None and args.partition is None:
-        raise CompileError(f"--rank {args.rank} without a plan", "--partition PLAN.json", "give the plan")
+        raise CompileError(f"--rank {args.rank} without a plan", "--partition PLAN.json", "pass the plan")
     if args.partition is not None:
         sys.stdout.write(_parts(args))
     else:
@@ -78,9 +76,9 @@ def _parts(args: argparse.Namespace) -> str:
         )
     if args.emit and args.rank is None:
         raise CompileError("--emit of all ranks", "one graph", "choose a rank with --rank")
-    whole = _read_graph(args.what) if is_graph(args.what) else _canonical(_open_model(args.what), args)
+    graph = _read_graph(args.what) if is_graph(args.what) else _canonical(_open_model(args.what), args)
     plan = read_plan(args.partition, 0, DraftPlan("off"))
-    parts = ranks.cut_parts(whole, plan, _passes(args) if args.lowered else None)
+    parts = ranks.cut_parts(graph, plan, _passes(args) if args.lowered else None)
     if args.rank is None:
         page = ranks.parts_page(parts, plan)
     else:
@@ -128,15 +126,13 @@ def _page(args: argparse.Namespace) -> str:
 
 
 def _graph(args: argparse.Namespace) -> Graph:
-    """The graph that was asked for. Raises the errors of the readers."""
+    """The requested graph. Raises the errors of the readers."""
     if is_artifact(args.what):
         return _artifact_graph(_open(args.what), args)
     if is_graph(args.what):
-        for option, given in (("--dtype", args.dtype), ("--weights", args.weights)):
-            if given:
-                raise CompileError(
-                    f"{option} {given} of a graph", "the types it is written with", f"leave {option} out"
-                )
+        for option, value in (("--dtype", args.dtype), ("--weights", args.weights)):
+            if value:
+                raise CompileError(f"{option} {value} for a graph", "the types in its text", f"leave out {option}")
         return _lower(_read_graph(args.what), args)
     return _lower(_canonical(_open_model(args.what), args), args)
 
@@ -147,11 +143,11 @@ def _artifact_graph(artifact: OpenedArtifact, args: argparse.Namespace) -> Graph
         (f"--dtype {args.dtype}", args.dtype),
         (f"--weights {args.weights}", args.weights),
     )
-    for option, given in refused:
-        if given:
+    for option, passed in refused:
+        if passed:
             raise ArtifactError(
-                f"{option} of {artifact.name}",
-                "an artifact's graphs as compile left them, lowered",
+                f"{option} for {artifact.name}",
+                "an artifact's graphs as compiled, lowered",
                 "inspect the model file instead",
             )
     name = args.model or "llm"
@@ -184,7 +180,7 @@ def _canonical(model: LoadedModel, args: argparse.Namespace) -> Graph:
 
 
 def _lower(graph: Graph, args: argparse.Namespace) -> Graph:
-    """The graph after the passes of ``--model``, if they were asked for."""
+    """The graph, after the passes of ``--model`` if they are requested."""
     from flexspec.compiler.passes.pipeline import run_passes
 
     passes = _passes(args)
@@ -192,12 +188,12 @@ def _lower(graph: Graph, args: argparse.Namespace) -> Graph:
 
 
 def _passes(args: argparse.Namespace) -> tuple[Pass, ...]:
-    """The passes of ``--model``. Raises CompileError for a name of no model."""
+    """The passes of ``--model``. Raises CompileError unless it names a model."""
     from flexspec.compiler.passes.pipeline import LLM_PASSES, SSM_PASSES
 
     name = args.model or "llm"
     if not re.fullmatch(r"llm|ssm\d*", name):
-        raise CompileError(f"--model {name}", "llm, ssm, ssm2, ...", "say whose passes are meant")
+        raise CompileError(f"--model {name}", "llm, ssm, ssm2, ...", "choose one of these")
     return LLM_PASSES if name == "llm" else SSM_PASSES
 
 
@@ -208,7 +204,7 @@ def _open(path: Path) -> OpenedArtifact:
 
 
 def is_artifact(path: Path) -> bool:
-    """A folder with a manifest, or a zip file with one; anything that is called .fspec is meant to be one."""
+    """Whether a path is a folder or a zip file with a manifest, or is named .fspec."""
     import zipfile
 
     from flexspec.compiler.artifact import layout
@@ -223,7 +219,7 @@ def is_artifact(path: Path) -> bool:
 
 
 def is_graph(path: Path) -> bool:
-    """A text file that begins like a graph or an MLIR module."""
+    """Whether a path is a text file that begins like a graph or an MLIR module."""
     return _first_word(path) in ("graph", "module", "func.func")
 
 

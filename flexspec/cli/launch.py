@@ -1,4 +1,4 @@
-"""``flexspec serve --ranks N --restart``: starts ranks, hands signals on, starts again, and says how it ended."""
+"""``flexspec serve --ranks N --restart``: starts ranks, forwards signals, restarts, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from flexspec.cli.ranks import LAST_WORDS, LAUNCHER
 from flexspec.errors import CapacityError, PlanError, ToolchainError
 from flexspec.host.exits import GONE, describe_exit
 
-MOST_RANKS = 1024
-MOST_RESTARTS = 1000
-RESTARTS = 3  # of a bare --restart
-_ROW_ENDS_S = 600.0  # ranks that ran so long were well: what kills them afterwards is counted from zero
+MAX_RANKS = 1024
+MAX_RESTARTS = 1000
+RESTARTS = 3  # --restart without a number
+_ROW_ENDS_S = 600.0  # once ranks have run this long, restarts are counted from zero again
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why ranks ended, in a sentence, and the exit code that the command has by it."""
+    """Why ranks ended, in a sentence, and the command's exit code for it."""
 
     code: int
     why: str
@@ -43,15 +43,15 @@ def restart_count(text: str) -> int:
 
 
 def launch(args: argparse.Namespace) -> NoReturn:
-    """Serve by ranks of this machine until a signal or their end, which is the end of this process too.
+    """Serve with ranks on this machine until a signal or until they end; this process ends with them.
 
-    What a user can have wrong is refused before anything is started: raises ArtifactError, CapacityError, PlanError,
-    PortError, ToolchainError. Leaves without tearing down torch, which takes seconds on a busy machine.
+    User errors are refused before anything is started: raises ArtifactError, CapacityError, PlanError, PortError,
+    ToolchainError. Exits without tearing down torch, which takes seconds on a busy machine.
     """
     port = _check(args)
     arguments = [*sys.argv[1:], "--port", str(port)]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets too, with a warning
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name may not resolve
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
     os.environ[LAUNCHER] = str(os.getpid())
     words = Path(tempfile.mkdtemp(prefix="flexspec-"))
     os.environ[LAST_WORDS] = str(words)
@@ -71,10 +71,10 @@ def _check(args: argparse.Namespace) -> int:
     from flexspec.compiler.artifact.rank_record import several_ranks
     from flexspec.runtime.server.listen import reserve_port
 
-    if not 1 <= args.ranks <= MOST_RANKS:
-        raise CapacityError(f"--ranks {args.ranks}", f"1 to {MOST_RANKS}", "pass the number of ranks of the plan")
-    if not 0 <= args.restart <= MOST_RESTARTS:
-        raise CapacityError(f"--restart {args.restart}", f"0 to {MOST_RESTARTS}", "choose a number in that range")
+    if not 1 <= args.ranks <= MAX_RANKS:
+        raise CapacityError(f"--ranks {args.ranks}", f"1 to {MAX_RANKS}", "pass the number of ranks of the plan")
+    if not 0 <= args.restart <= MAX_RESTARTS:
+        raise CapacityError(f"--restart {args.restart}", f"0 to {MAX_RESTARTS}", "choose a number in that range")
     if importlib.util.find_spec("torch") is None:
         option = f"--ranks {args.ranks}" if args.ranks > 1 else "--restart"
         raise ToolchainError(f"{option} without PyTorch", "torch >= 2.11", "pip install torch")
@@ -83,25 +83,25 @@ def _check(args: argparse.Namespace) -> int:
         planned = len(several_ranks(artifact.ranks, artifact.name))
         if planned != args.ranks:
             raise PlanError(
-                f"{args.ranks} ranks", f"{planned}, as the artifact's plan has", f"start it with --ranks {planned}"
+                f"{args.ranks} ranks", f"{planned}, as in the artifact's plan", f"start it with --ranks {planned}"
             )
-    with reserve_port(args.host, args.port) as listener:  # given back at once: rank 0 takes it when it has started
-        found = int(listener.getsockname()[1])
-    return found if args.restart else args.port  # a port of the system's choice must stay the same
+    with reserve_port(args.host, args.port) as listener:  # released at once: rank 0 takes it after its start
+        port = int(listener.getsockname()[1])
+    return port if args.restart else args.port  # a port that the system chose must survive restarts
 
 
 def _catch_signals() -> tuple[list[int], list[int]]:
-    """Signals that rank 0 has still to be told, and all that came."""
+    """Signals not yet forwarded to rank 0, and all signals received."""
     waiting: list[int] = []
-    came: list[int] = []
+    received: list[int] = []
 
     def catch(number: int, _: FrameType | None) -> None:
         waiting.append(number)
-        came.append(number)
+        received.append(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, catch)
-    return waiting, came
+    return waiting, received
 
 
 def _keep_running(
@@ -113,16 +113,16 @@ def _keep_running(
     while True:
         began = time.monotonic()
         failed = run_ranks("flexspec", arguments, ranks, signals)
-        said = {int(path.name): path.read_text() for path in words.iterdir()}
+        reasons = {int(path.name): path.read_text() for path in words.iterdir()}
         if stops:
-            ending = stopped(failed, said)
+            ending = stopped(failed, reasons)
         elif failed:
-            ending = judge(failed, said)
+            ending = judge(failed, reasons)
         else:
             return 0
         used = 0 if time.monotonic() - began >= _ROW_ENDS_S else used
         if stops or ending.code == 2 or used == restarts:
-            again = f"; no restart is left of {restarts}" if restarts and not stops and ending.code != 2 else ""
+            again = f"; no restarts left of {restarts}" if restarts and not stops and ending.code != 2 else ""
             if ending.why:
                 print(f"flexspec serve: {ending.why}{again}", file=sys.stderr, flush=True)
             return ending.code
@@ -132,30 +132,30 @@ def _keep_running(
             path.unlink()
 
 
-def judge(failed: Mapping[int, int], said: Mapping[int, str]) -> Ending:
-    """Of ranks that failed, with what they said last, the one that the others followed. ``failed``: exit codes.
+def judge(failed: Mapping[int, int], reasons: Mapping[int, str]) -> Ending:
+    """The ending of the rank that made the others fail. ``failed``: exit codes; ``reasons``: last words, by rank.
 
-    A user error first (exit code 2), then a rank that was killed, then one that failed by itself. SIGTERM is what the
-    agent sends to the rest.
+    A user error comes first (exit code 2), then a rank that was killed, then one that failed by itself. SIGTERM is what
+    the agent sends to the others.
     """
 
     def order(rank: int) -> tuple[bool, bool, bool, int]:
         code = failed[rank]
-        return code != 2, code >= 0 or code == -signal.SIGTERM, GONE in said.get(rank, GONE), rank
+        return code != 2, code >= 0 or code == -signal.SIGTERM, GONE in reasons.get(rank, GONE), rank
 
     first = min(failed, key=order)
     code = 2 if failed[first] == 2 else 1
-    why = f": {said[first]}" if first in said else f" ended ({describe_exit(failed[first])})"
+    why = f": {reasons[first]}" if first in reasons else f" ended ({describe_exit(failed[first])})"
     return Ending(code, f"rank {first}{why}")
 
 
-def stopped(failed: Mapping[int, int], said: Mapping[int, str]) -> Ending:
-    """The end after a signal: as rank 0 ended, if it was not another rank that failed."""
+def stopped(failed: Mapping[int, int], reasons: Mapping[int, str]) -> Ending:
+    """The ending after a signal: that of rank 0, unless another rank failed."""
     if not failed:
         return Ending(0, "")
     code = failed.get(0)
     if code is None:
-        return judge(failed, said)
-    if code < 0 or code > 2:  # by the signal itself, before it served, or at the second one
+        return judge(failed, reasons)
+    if code < 0 or code > 2:  # killed by the signal before it served, or by a second signal
         return Ending(128 - code if code < 0 else code, "")
-    return judge(failed, said)
+    return judge(failed, reasons)

@@ -1,8 +1,8 @@
 """The ``flexspec`` command: picks the subcommand, runs it, and turns typed errors into one line and an exit code.
 
 A subcommand is one module of this folder with ``add_arguments(parser)`` and ``run(args) -> int``, listed in COMMANDS.
-Only the module of the command that was asked for is imported, so ``flexspec --help`` stays fast. Exit codes: 0 done,
-1 a check or run failed, 2 wrong usage or a user error, 130 interrupted.
+Only the module of the requested command is imported, so ``flexspec --help`` stays fast. Exit codes: 0 done, 1 a check
+or run failed, 2 wrong usage or a user error, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ COMMANDS: dict[str, str] = {
     "compile": "compile a model and its SSM into one artifact, NAME.fspec",
     "generate": "complete one prompt with an artifact, with or without speculation",
     "serve": "serve an artifact over an OpenAI-compatible HTTP interface",
-    "inspect": "show what an artifact or a model file holds",
-    "plan": "search a parallel plan for a model, its SSM and a machine; no weights are needed",
+    "inspect": "show the contents of an artifact, a model or a graph file",
+    "plan": "search for a parallel plan for a model, its SSM and a machine; no weights are needed",
     "calibrate": "measure this machine and write a machine file for plan",
-    "bench": "measure what an artifact's drafts bring",
+    "bench": "measure how many tokens an artifact's draft plans commit per round",
     "tune": "train an SSM for a model on text that the model writes itself",
 }
 
@@ -39,7 +39,7 @@ Set FLEXSPEC_DEBUG=1 to see the full traceback of an error.
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser; only ``command``'s own arguments are filled in, the others are there by name and help line."""
+    """The parser. Only ``command`` has its arguments; the others have just a name and a help line."""
     parser = argparse.ArgumentParser(
         prog="flexspec",
         description="Compile and serve language models with lossless token-tree speculation.",
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output left (``| head``); keep the interpreter's last flush from complaining about it.
+        # The reader of our output is gone (``| head``): keep the interpreter's last flush from complaining.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -78,27 +78,27 @@ def run(args: argparse.Namespace) -> int:
     from flexspec.cli.planning.options import check_options
 
     check_options(args)
-    asked = _asked(args)
+    arguments = _plan_arguments(args)
     if args.compare is not None or args.pareto or args.score:
         from flexspec.api.plan import open_problem
 
-        problem, acceptance = open_problem(**asked, times_only=args.compare is not None)
+        problem, acceptance = open_problem(**arguments, times_only=args.compare is not None)
         return _without_search(args, problem, acceptance)
     from flexspec.api.plan import plan
 
-    found = plan(**asked, prove=args.prove)
+    best = plan(**arguments, prove=args.prove)
     if args.json:
-        print(json.dumps(found.to_json(), indent=1))
+        print(json.dumps(best.to_json(), indent=1))
     else:
-        sys.stdout.write(found.page())
+        sys.stdout.write(best.page())
     if args.svg:
-        _write(args.svg, found.svg(), "picture")
-    _save(args, found.plan)
+        _write(args.svg, best.svg(), "picture")
+    _save(args, best.plan)
     return 0
 
 
 def _without_search(args: argparse.Namespace, problem: Problem, acceptance: AcceptanceProfile | None) -> int:
-    """Whatever needs the problem but not the search for its best plan."""
+    """The options that need the problem but no search."""
     if args.compare is not None:
         from flexspec.cli.planning.compare import compare
 
@@ -114,12 +114,12 @@ def _list_machines() -> int:
     return 0
 
 
-def _asked(args: argparse.Namespace) -> dict[str, Any]:
+def _plan_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``flexspec.plan``."""
     from flexspec.errors import PlanError
 
     if args.model is None:
-        raise PlanError("no model", "a config.json, a Hugging Face folder or a .gguf file", "name one")
+        raise PlanError("no model", "a config.json, a Hugging Face folder or a .gguf file", "pass one")
     names = (
         "model",
         "machine",

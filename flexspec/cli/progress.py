@@ -11,7 +11,7 @@ from flexspec.progress import Progress
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """Yields ``progress(what, done, of)``; each ``what`` is a bar of its own."""
+    """Yields ``progress(what, done, of)``; each ``what`` gets a bar."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars

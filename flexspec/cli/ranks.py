@@ -1,4 +1,4 @@
-"""Being one rank of ``flexspec serve``, to the end of its process. Starting them is in ``launch.py``."""
+"""Runs one rank of ``flexspec serve`` until its process ends. ``launch.py`` starts them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from flexspec.runtime.open.engine import OpenLlm
     from flexspec.runtime.open.serve_options import ServeOptions
 
-# Set by launch.py for the ranks that it starts, and by no one else.
+# Set only by launch.py, for the ranks that it starts.
 LAUNCHER = "FLEXSPEC_LAUNCHER"  # its process id
-LAST_WORDS = "FLEXSPEC_LAST_WORDS"  # a folder: each rank leaves there why it ended, and the launcher tells it once
+LAST_WORDS = "FLEXSPEC_LAST_WORDS"  # a folder in which each rank writes why it ended; the launcher reports it once
 _PR_SET_PDEATHSIG = 1
 
 
@@ -30,7 +30,7 @@ def is_rank() -> bool:
 
 
 def check_launched(restart: int) -> None:
-    """Raises CapacityError for ``--restart`` in a rank that torchrun started: it has no say in that."""
+    """Raises CapacityError for ``--restart`` in a rank that torchrun started: only torchrun can restart it."""
     if restart and LAUNCHER not in os.environ:
         raise CapacityError(
             "--restart under torchrun", "--restart with --ranks", "pass --max-restarts to torchrun instead"
@@ -38,34 +38,34 @@ def check_launched(restart: int) -> None:
 
 
 def run_rank(artifact: Path, options: ServeOptions, serve: Callable[[OpenLlm | None], int]) -> NoReturn:
-    """Be one rank, to the end of the process: rank 0 runs ``serve``, the others follow it.
+    """Run as one rank until the process ends: rank 0 runs ``serve``, the others follow it.
 
-    Leaves without tearing down torch, whose threads may wait for ranks that are gone. Exit codes as of the command.
+    Exits without tearing down torch, whose threads may wait for dead ranks. Exit codes are those of the command.
     """
-    code, said = 1, ""
+    code, reason = 1, ""
     try:
         _end_with_launcher()
         code = _run(artifact, options, serve)
     except FlexspecError as error:
-        code, said = 1 if isinstance(error, EngineError) else 2, str(error)
+        code, reason = 1 if isinstance(error, EngineError) else 2, str(error)
     except KeyboardInterrupt:
         code = 130
     except RuntimeError as error:  # torch.distributed's
-        said = rank_gone(error)
+        reason = rank_gone(error)
     except BaseException as error:
         import traceback
 
         traceback.print_exc()
-        said = f"{type(error).__name__}, a fault of ours: {error}"
-    if said:
-        tell_end(said)
+        reason = f"{type(error).__name__}, a bug in flexspec: {error}"
+    if reason:
+        report_end(reason)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def tell_end(why: str) -> None:
-    """Say why this process ends: on stderr, or to the launcher, which tells what matters of all ranks."""
+def report_end(why: str) -> None:
+    """Report why this process ends: on stderr, or to the launcher, which picks the reason that matters."""
     folder, place = os.environ.get(LAST_WORDS), this_rank()
     if folder and Path(folder).is_dir():
         (Path(folder) / str(place.rank)).write_text(why)
@@ -90,12 +90,12 @@ def _run(artifact: Path, options: ServeOptions, serve: Callable[[OpenLlm | None]
 def _end_with_launcher() -> None:
     """Have the kernel end this process when the launcher dies (Linux).
 
-    Before anything slow: a launcher that dies while its ranks start must not leave them behind. SIGKILL on rank 0 too:
-    the signal may come once for each thread of the launcher, and a second SIGTERM would not let answers finish either.
+    Before anything slow: a launcher that dies while its ranks start must not leave them running. SIGKILL even for
+    rank 0: the signal may come once per thread of the launcher, and a second SIGTERM would cut answers short anyway.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = os.environ.get(LAUNCHER)
-    if launcher and os.getppid() != int(launcher):  # it died before the kernel was told
+    if launcher and os.getppid() != int(launcher):  # it died before prctl
         os._exit(1)

@@ -10,27 +10,27 @@ if TYPE_CHECKING:
 
 
 _METHODS = """\
-draft plans (--draft), what is kept of the tokens that the sources propose:
-  auto              the plan stored in the artifact (serve and generate; their default)
-  off               nothing: plain decoding, one token a step
+draft plans (--draft): which of the tokens that the sources propose are verified
+  auto              the plan stored in the artifact (default of serve and generate)
+  off               none: plain decoding, one token per step
   chain:DEPTH       the best path, DEPTH tokens long
   tree:K1,K2,...    static trees of the SSMs: each node of level i gets Ki children
-  budget:NODES      of all sources' nodes those that pay, at most NODES
-options follow, each behind a slash, as in budget:24/depth=8/sources=suffix+ssm:
-  nodes=N, depth=N  most nodes of the tree, and its depth
-  sampled=deterministic    or mixed: sampled requests draw one child a node from the SSM (tree of one SSM)
-  sources=A+B       of those below, which may have options of their own
+  budget:NODES      the nodes of all sources that are worth their cost, at most NODES
+options follow, each after a slash, as in budget:24/depth=8/sources=suffix+ssm:
+  nodes=N, depth=N  maximum nodes and depth of the tree
+  sampled=deterministic    or mixed: sampled requests draw one child per node from the SSM (tree of one SSM)
+  sources=A+B       from these, shown with their options:
 """
 
 
 def draft_plans_help() -> str:
-    """The help on draft plans; sources and their options are those of the drafter records."""
+    """The help on draft plans; sources and their options come from the drafter records."""
     from flexspec.drafters.record import drafter_records
 
     lines = []
     for record in drafter_records():
         name = ", ".join([*record.sources(2), "..."]) if record.runs_ssms else record.name
-        lines.append(f"    {name:18}{record.help}{' (only where named)' if record.order is None else ''}")
+        lines.append(f"    {name:18}{record.help}{' (only if named)' if record.order is None else ''}")
         lines += [
             f"    {'':4}{option.name + '=N':14}{option.help}; 1 to {option.highest}, default {option.default}"
             for option in record.options
@@ -63,9 +63,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-requests", type=int, default=16, help="maximum number of concurrent requests (default 16)"
     )
     parser.add_argument(
-        "--context", type=int, default=0, help="most tokens of prompt plus output (default: the model's maximum)"
+        "--context", type=int, default=0, help="maximum tokens of prompt plus output (default: the model's maximum)"
     )
-    parser.add_argument("--no-checks", action="store_true", help="skip digests and the self-test at start")
+    parser.add_argument("--no-checks", action="store_true", help="skip the digest checks and the self-test at startup")
 
 
 _FLAGS = {
@@ -77,7 +77,7 @@ _FLAGS = {
 
 
 def serve_options(args: argparse.Namespace) -> ServeOptions:
-    """The options, and the environment that the device needs. Raises CapacityError for numbers that cannot work."""
+    """The options, after setting the environment that the device needs. Raises CapacityError for impossible numbers."""
     from flexspec.runtime.open.serve_options import ServeOptions, prepare
 
     options = ServeOptions(

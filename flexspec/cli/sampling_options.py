@@ -22,12 +22,12 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The parameters asked for. Raises RequestError for one out of range."""
+    """The parameters of a command line. Raises RequestError for one out of range."""
     return SamplingParams(**{name: getattr(args, name) for name in sampling_fields()})
 
 
 def _kind(kind: Any) -> dict[str, Any]:
-    """How argparse reads a field of that type."""
+    """argparse's arguments for a field of that type."""
     if kind is bool:
         return {"action": "store_true"}
     if kind == Sequence[str]:

@@ -25,7 +25,7 @@ example:
 """
 
 
-DEFAULT_MAX_TOKENS = 1024  # of a request that names none; each running request reserves its whole length in the pool
+DEFAULT_MAX_TOKENS = 1024  # of a request without max_tokens; a running request reserves its full length in the pool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", type=Path, help="an artifact made by flexspec compile")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
-    parser.add_argument("--name", help="model name to answer to (default: the artifact's file name)")
+    parser.add_argument("--name", help="name of the model in the API (default: the artifact's file name)")
     parser.add_argument(
         "--ranks",
         type=int,
         default=1,
         metavar="N",
-        help="start N ranks on this machine, with torchrun, for an artifact of such a plan (compile --plan)",
+        help="start N ranks on this machine with torchrun, for an artifact compiled with a plan of N ranks (--plan)",
     )
     parser.add_argument(
         "--restart",
@@ -78,7 +78,7 @@ def _serve_on_port(args: argparse.Namespace, options: ServeOptions, open_llm: Op
 
 
 def _end_with_ranks(served: Served, thread: EngineThread) -> None:
-    """Between steps too: a server that cannot answer any more should not wait for a request to find out."""
+    """End with lost ranks between steps too: a server that can no longer answer should not wait for a request."""
     from flexspec.runtime.distributed.executor import DistributedExecutor
 
     if isinstance(served.engine.executor, DistributedExecutor):
@@ -88,7 +88,7 @@ def _end_with_ranks(served: Served, thread: EngineThread) -> None:
 def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, open_llm: OpenLlm | None) -> int:
     from prometheus_client import CollectorRegistry
 
-    from flexspec.cli.ranks import tell_end
+    from flexspec.cli.ranks import report_end
     from flexspec.compiler.artifact import layout
     from flexspec.runtime.distributed.processes import this_rank
     from flexspec.runtime.engine.thread import EngineThread
@@ -123,7 +123,7 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, op
         code = serve(app, listener, on_ready=ready)
         failure = served.engine.load().failure
         if code and failure:
-            tell_end(failure)
+            report_end(failure)
         return code
     finally:
         thread.close()

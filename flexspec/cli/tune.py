@@ -12,8 +12,8 @@ from pathlib import Path
 from flexspec.errors import TuneError
 
 EPILOG = """\
-The model invents prompts, answers them, and an SSM is trained to predict the answers. No other data is used. An
-interrupted run goes on where it was when the same command is given again.
+The model invents prompts, answers them, and an SSM is trained to predict the answers. No other data is used. Running
+the same command again resumes an interrupted run.
 
 example:
   flexspec tune build/models/SmolLM2-135M-Instruct.Q4_1.gguf -o build/my-ssm
@@ -32,20 +32,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write the SSM to")
     add("--work", type=Path, metavar="DIR", help="folder for shards and checkpoints (default: in the cache)")
     numbers = (
-        ("--shards", int, d.generate.shards, f"shards of {d.generate.shard_size} conversations to write"),
-        ("--batch", int, d.generate.batch, "conversations written at a time; changes speed only"),
+        (
+            "--shards",
+            int,
+            d.generate.shards,
+            f"number of shards to write, of {d.generate.shard_size} conversations each",
+        ),
+        ("--batch", int, d.generate.batch, "conversations written at a time; affects only speed"),
         ("--epochs", float, d.train.epochs, "passes over the data"),
         ("--learning-rate", float, d.train.learning_rate, "peak learning rate"),
-        ("--vocab", int, d.reduced_vocab_size, "tokens that the SSM is trained on"),
-        ("--draft-vocab", int, d.draft_vocab_size, "of these, the tokens that it drafts"),
-        ("--ngram-bytes", int, d.ngram_bytes, "most bytes of the n-gram table"),
+        ("--vocab", int, d.reduced_vocab_size, "number of tokens that the SSM is trained on"),
+        ("--draft-vocab", int, d.draft_vocab_size, "number of these tokens that it drafts"),
+        ("--ngram-bytes", int, d.ngram_bytes, "maximum size of the n-gram table, in bytes"),
         ("--threads", int, d.train.threads, "CPU threads"),
         ("--seed", int, d.train.seed, "seed of the data and of training"),
     )
     for flag, kind, default, text in numbers:
         add(flag, type=kind, default=default, metavar="N", help=f"{text} (default: %(default)s)")
     add("--tap-layers", type=int, nargs="+", default=list(d.tap_layers), metavar="N",
-        help="LLM layers whose outputs the SSM reads beside the last one's (default: %(default)s)")  # fmt: skip
+        help="LLM layers whose outputs the SSM reads besides the last one's (default: %(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print the result as JSON")
 
 
@@ -54,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     for name, low in (("shards", 1), ("batch", 1), ("threads", 1), ("epochs", 0.01), ("learning_rate", 1e-9)):
         if getattr(args, name) < low:
             flag = "--" + name.replace("_", "-")
-            raise TuneError(f"{flag} {getattr(args, name)}", f"at least {low}", f"give a larger {flag}")
+            raise TuneError(f"{flag} {getattr(args, name)}", f"at least {low}", f"pass a larger {flag}")
     from flexspec.runtime.tune.host import restart_with_huge_pages
 
     if sys.argv[1:2] == ["tune"]:  # this process is the command, not a program that calls it
@@ -93,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def command_line(args: argparse.Namespace) -> str:
-    """The command that makes the same result: options that differ from the defaults, paths by their last part."""
+    """The command that gives the same result: options that differ from the defaults, paths by their last part."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["flexspec", "tune", args.model.name, "-o", "/".join(args.output.parts[-2:])]

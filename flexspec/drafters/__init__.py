@@ -1,1 +1,1 @@
-"""The drafters, as everything but their own code knows them: one file each, found by its presence, see record.py."""
+"""The records of the drafters: one file each, found by its presence; see record.py."""

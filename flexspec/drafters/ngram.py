@@ -2,8 +2,8 @@
 
 Owns the table's format and its checks; compiler/artifact/ngram_table.py counts and writes one. Estimates are
 interpolated Witten-Bell: ``P(y|ctx) = c(ctx, y) / (c(ctx) + types(ctx)) + backoff(ctx) * P(y|ctx without its oldest
-token)`` with ``backoff = types / (c + types)``. Contexts are found by a 32-bit hash of their tokens: a clash costs a
-bad draft, never a wrong output.
+token)`` with ``backoff = types / (c + types)``. Contexts are looked up by a 32-bit hash of their tokens: a collision
+costs a bad draft, never a wrong output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexspec.drafters.record import DrafterRecord, DraftTable
 from flexspec.errors import ArtifactError
 
 FORMAT = 1
-SUCCESSORS = 8  # next tokens kept for a context
+SUCCESSORS = 8  # next tokens stored per context
 PROB_STEP = 0.05  # nats per unit of a stored probability: p = exp(-PROB_STEP * code)
 MAX_ORDER = 8
 HASH_MASK = (1 << 64) - 1
@@ -57,13 +57,13 @@ def check_vocabulary(arrays: Arrays, vocab_size: int, where: str) -> None:
 
 
 def _level_fault(level: Sequence[NDArray[Any] | None]) -> str | None:
-    """What is wrong with one level's arrays, given in the order of _KINDS."""
+    """What is wrong with one level's arrays (in the order of _KINDS), or None."""
     present = [array for array in level if array is not None and array.ndim == 1 and array.dtype.kind == "u"]
     if len(present) < len(level):
         return f"{', '.join(_KINDS)} are not all unsigned vectors"
     keys, starts, backoff, tokens, probs = present
     if len(starts) != len(keys) + 1 or len(backoff) != len(keys) or len(tokens) != len(probs):
-        return "lengths contradict each other"
+        return "inconsistent lengths"
     if int(starts[0]) != 0 or int(starts[-1]) != len(tokens) or bool(np.any(starts[1:] < starts[:-1])):
         return "starts do not ascend from 0 to the number of tokens"
     if bool(np.any(keys[1:] <= keys[:-1])):

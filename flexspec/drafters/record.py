@@ -1,8 +1,8 @@
 """The drafter record: what draft plans, help, compile and the loader know of a drafter, in one place.
 
 A drafter is one file in this folder that sets ``DRAFTER`` to a record, and one of the same name in runtime/drafters/
-with its code, a function ``make``. They are found by presence. This half stands in the core because the grammar of
-draft plans and the compiler read it, and neither may import the runtime.
+with its code, a function ``make``. They are found by presence. This half is in the core because the grammar of draft
+plans and the compiler read it, and neither may import the runtime.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-MODELS_MOST = 8  # SSMs of an artifact, at most
+MAX_SSMS = 8  # of an artifact
 
-TableCheck = Callable[[Mapping[str, NDArray[Any]], int, str], None]  # (arrays, tokens of the LLM, where it lies)
+TableCheck = Callable[[Mapping[str, NDArray[Any]], int, str], None]  # (arrays, vocabulary size of the LLM, where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class DraftOption:
 
     name: str
     default: int
-    highest: int  # the lowest is 1
+    highest: int  # the lowest value is 1
     help: str
 
 
@@ -35,31 +35,31 @@ class DraftOption:
 class DraftTable:
     """Arrays that the drafter reads: ``NAME.safetensors`` of an SSM's folder, which compile puts into the artifact."""
 
-    check: TableCheck  # raises ArtifactError for a damaged table, or one that could draft a token which the LLM lacks
-    rebuild: str  # the fix named for a file that cannot be read
+    check: TableCheck  # raises ArtifactError for a damaged table, or one that could draft tokens that the LLM lacks
+    rebuild: str  # the fix in errors about an unreadable file
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterRecord:
-    """A drafter that runs a model (``runs_ssms``) is there once for each SSM of the artifact."""
+    """What there is to know of a drafter besides its code."""
 
-    name: str  # among the sources of a draft plan, and of the file in runtime/drafters/ that has its code
+    name: str  # in the sources of a draft plan, and of the file in runtime/drafters/ with its code
     help: str  # what it drafts from, in a few words
-    # Its place in draft plans that name no sources: cheap ones first. None: it drafts only where a plan names it.
+    # Its position in draft plans that name no sources: low cost first. None: it drafts only if a plan names it.
     order: int | None = None
     options: tuple[DraftOption, ...] = ()
-    runs_ssms: bool = False
-    table: DraftTable | None = None  # what it needs of the artifact
+    runs_ssms: bool = False  # it is a source once for each SSM of the artifact
+    table: DraftTable | None = None  # what it needs from the artifact
 
     def sources(self, ssms: int) -> tuple[str, ...]:
-        """Its names in draft plans over an artifact of so many SSMs: "ssm", "ssm2", ..."""
+        """Its names in draft plans for an artifact with this many SSMs: "ssm", "ssm2", ..."""
         if not self.runs_ssms:
             return (self.name,)
         return tuple(self.name if i == 0 else f"{self.name}{i + 1}" for i in range(ssms))
 
 
 def drafter_records() -> tuple[DrafterRecord, ...]:
-    """Every drafter in the order of its cost, those without a place last; imports each file once."""
+    """Every drafter by ``order``, those without one last; imports each file once."""
     import flexspec.drafters as package
 
     return _records(tuple(package.__path__))
@@ -72,18 +72,18 @@ def _records(folders: tuple[str, ...]) -> tuple[DrafterRecord, ...]:
     for name, record in zip(names, records, strict=True):
         assert record.name == name, f"flexspec/drafters/{name}.py declares {record.name}"
     options = [option.name for record in records for option in record.options]
-    assert len(set(options)) == len(options), f"two drafters have an option of one name: {sorted(options)}"
+    assert len(set(options)) == len(options), f"two drafters have the same option: {sorted(options)}"
     return tuple(sorted(records, key=lambda record: (record.order is None, record.order or 0, record.name)))
 
 
 def source_names() -> tuple[str, ...]:
     """Every source that a draft plan can name."""
-    return tuple(name for record in drafter_records() for name in record.sources(MODELS_MOST))
+    return tuple(name for record in drafter_records() for name in record.sources(MAX_SSMS))
 
 
 def ssm_names() -> tuple[str, ...]:
-    """The sources that run an SSM, in the order in which an artifact's SSMs were given."""
-    return tuple(name for record in drafter_records() if record.runs_ssms for name in record.sources(MODELS_MOST))
+    """The sources that run an SSM, in the order of the artifact's SSMs."""
+    return tuple(name for record in drafter_records() if record.runs_ssms for name in record.sources(MAX_SSMS))
 
 
 def draft_options() -> tuple[DraftOption, ...]:

@@ -1,4 +1,4 @@
-"""The one place that says where flexspec keeps what it can make again: built kernels, unpacked artifacts."""
+"""The one place that says where flexspec caches what it can rebuild: kernels, unpacked artifacts."""
 
 from __future__ import annotations
 

@@ -18,19 +18,16 @@ _MAX_POSITIONS = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder model. ``family`` selects the file in flexspec/models through registry.py.
+    """One decoder model. Fields from ``experts`` on are for mixtures of experts."""
 
-    ``experts`` and what follows it is for mixtures of experts: ``ffn_size`` is then that of ``dense_layers``.
-    """
-
-    family: str
+    family: str  # selects the file in flexspec/models, through registry.py
     vocab_size: int
     hidden_size: int
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
-    ffn_size: int
+    ffn_size: int  # in a mixture of experts, that of ``dense_layers``
     norm_eps: float
     max_positions: int
     rope: RopeConfig = RopeConfig()
@@ -66,16 +63,14 @@ class ConfigKeys(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What transformers' configuration class of one architecture assumes where config.json is silent.
+    """Rules for the checkpoints of one architecture, above all the defaults of transformers' configuration class.
 
     A family lists the architectures whose checkpoints it builds; the loader asks the registry, so that a new family
-    stays one file. ``activations`` are the hidden_act names its graph computes. ``read`` adds what only this family has
-    to the configuration, and refuses what its graph does not compute. ``stored_names``: for weights that the files call
-    otherwise, (their name, ours), in a layer behind ``layers.N.``; ``{x}`` counts experts, whose weights are stacked.
+    stays one file.
     """
 
     positions: int = 2048
-    activations: tuple[str, ...] = ("silu", "swish")
+    activations: tuple[str, ...] = ("silu", "swish")  # the hidden_act names that its graph computes
     kv_heads: int | None = None  # None: as many as heads
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -84,9 +79,12 @@ class Checkpoint:
     window_is_optional: bool = False  # only with use_sliding_window
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    # Keys that config.json calls otherwise, by the Llama name ({"intermediate_size": "ffn_dim"}).
+    # Llama's name of a key -> its name in config.json, where they differ ({"intermediate_size": "ffn_dim"}).
     keys: Mapping[str, str] = field(default_factory=dict)
+    # Adds what only this family has to the configuration, and refuses what its graph does not compute.
     read: Callable[[ConfigKeys, ModelConfig], ModelConfig] | None = None
+    # (stored name, our name) of weights stored under other names, in a layer without its ``layers.N.``; ``{x}`` is the
+    # number of an expert, whose weights are stacked.
     stored_names: tuple[tuple[str, str], ...] = ()
 
 
@@ -95,7 +93,7 @@ class WeightSource(Protocol):
 
     Canonical names are Hugging Face Llama names without the leading ``model.``: ``embed_tokens.weight``,
     ``layers.0.self_attn.q_proj.weight``, ``layers.0.mlp.gate_proj.weight``, ``norm.weight``, ``lm_head.weight`` (absent
-    when tied). Linear weights are [out, in]; RoPE pairs are half-split (GGUF's permuted q/k are put back).
+    when tied). Linear weights are [out, in]; RoPE pairs are half-split (GGUF's permutation of q/k is undone).
     """
 
     def names(self) -> Iterable[str]: ...
@@ -103,15 +101,12 @@ class WeightSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def get(self, name: str) -> NDArray[np.float32]:
-        """The whole tensor in float32, row major. Raises WeightError or ModelFileError naming file and tensor."""
+        """The tensor in float32, row major. Raises WeightError or ModelFileError naming file and tensor."""
         ...
 
 
 def check_config(config: ModelConfig, source: str = "the configuration") -> None:
-    """Raise ModelConfigError for numbers that contradict each other or that no graph can be built from.
-
-    ``source``: what the error names, a loader's file.
-    """
+    """Raise ModelConfigError for contradictory or impossible numbers. ``source``: the loader's file, for the error."""
     _check_sizes(config, source)
     ids = [*config.eos_ids, *([] if config.bos_id is None else [config.bos_id])]
     outside = sorted(token for token in ids if token >= config.vocab_size)
@@ -152,5 +147,5 @@ def _check_sizes(config: ModelConfig, source: str) -> None:
 
 
 def bad_config(found: str, expected: str) -> ModelConfigError:
-    """The error of a configuration that no graph can be built from."""
+    """The error for a configuration from which no graph can be built."""
     return ModelConfigError(found, expected, "correct the model's configuration file, or download it again")

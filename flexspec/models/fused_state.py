@@ -1,7 +1,7 @@
 """The hidden-state SSM (EAGLE family, arXiv 2401.15077, 2503.01840) and the fuse head it needs on the LLM.
 
 The SSM reads the next token and a feature [T,E] of the row before it: at depth one the LLM's fused hidden states, below
-that the SSM's own final state. Its LM head covers a reduced vocabulary; which ids those are is the drafter's affair.
+that the SSM's own final state. Its LM head covers a reduced vocabulary; the drafter knows which ids those are.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def _normed_linear(b: GraphBuilder, config: ModelConfig, x_TE: Value, norm: str,
 
 
 def graft_fuse_head(graph: Graph) -> Graph:
-    """The LLM graph, its taps replaced by one output: sum_i norm_i(tap_i) @ W_i^T, the last tap unnormed.
+    """The LLM graph, its taps replaced by one output: sum_i norm_i(tap_i) @ W_i^T, where the last tap has no norm.
 
     Weights: ``fuse.norms.{i}.weight`` [E] of all taps but the last, ``fuse.taps.{i}.weight`` [E,E]. Outputs:
-    ``logits_LV``, ``features_TE``, then the caches. Raises GraphError when the graph has fewer than two taps.
+    ``logits_LV``, ``features_TE``, then the caches. Raises GraphError if the graph has fewer than two taps.
     """
     types = graph.types()
     taps = [Value(name, types[name]) for name in graph.outputs[1:] if types[name].role is Role.ACTIVATION]

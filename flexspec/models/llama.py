@@ -18,14 +18,14 @@ Embed = Callable[[GraphBuilder, StepInputs, ModelConfig, str], Value]  # (builde
 def build_llama(config: ModelConfig, dtype: DType, *, taps: tuple[int, ...] = (), name: str = "llm") -> Graph:
     """One step of the model. Raises ModelConfigError for a contradictory configuration.
 
-    ``taps``: numbers of layers after which the hidden state [T,E] is also an output, increasing (0 is the embedding);
-    with any, the final normed state follows as the last tap.
+    ``taps``: increasing numbers of layers (0: the embedding) after which the hidden state [T,E] is an output too; if
+    there are any, the final normed state follows as the last tap.
     """
     return build_decoder(config, dtype, lambda layer: swiglu_mlp, taps=taps, name=name)
 
 
 def embed_tokens(b: GraphBuilder, step: StepInputs, config: ModelConfig, name: str) -> Value:
-    """The embedding's rows of the step's tokens, [T,E], called ``name``."""
+    """The embedding rows of the step's tokens, [T,E], named ``name``."""
     return b.embedding(step.ids_T, b.weight("embed_tokens.weight", embedding_dims(config)), name=name)
 
 
@@ -39,10 +39,10 @@ def build_decoder(
     taps: tuple[int, ...] = (),
     name: str = "llm",
 ) -> Graph:
-    """As :func:`build_llama`, for families that differ from it in a part.
+    """Like :func:`build_llama`, for families that differ from it in a part.
 
-    ``mlp_of(layer)`` is the MLP of a layer. ``embed`` gives the rows that enter the first layer; with learned positions
-    it adds theirs, and ``rotary`` is False: q and k are not rotated.
+    ``mlp_of(layer)`` is the MLP of a layer. ``embed`` computes the rows that enter the first layer. A family with
+    learned positions adds them there, and passes ``rotary=False``: q and k are not rotated.
     """
     check_config(config)
     _check_taps(config, taps)
@@ -71,9 +71,9 @@ def build_decoder(
 
 
 def build_block(config: ModelConfig, dtype: DType, *, name: str = "block") -> Graph:
-    """One decoder layer alone, ``layers.0``: reads ``x_TE`` where a model reads its embedding; outputs y [T,E], caches.
+    """One decoder layer alone, ``layers.0``: reads ``x_TE`` in place of the embedding; outputs y [T,E] and the caches.
 
-    It keeps every step input, so that executors feed it as they feed a model. Raises ModelConfigError.
+    It has every step input, so that executors can feed it like a model. Raises ModelConfigError.
     """
     check_config(config)
     b = GraphBuilder(name, dtype)
@@ -106,7 +106,7 @@ def decoder_layer(
     rotary: bool = True,
     name: str = "",
 ) -> tuple[Value, Value, Value]:
-    """Attention and MLP with their residuals: (x [T,E] called ``name``, new k cache, new v cache).
+    """Attention and MLP with their residuals: (x [T,E] named ``name``, new k cache, new v cache).
 
     A family whose MLP differs passes its own ``mlp``, which reads the normed rows. ``rotary``: q and k are rotated.
     """
@@ -139,7 +139,7 @@ def _attention(
 
 
 def linear(b: GraphBuilder, x: Value, part: str, width: int, biased: bool) -> Value:
-    """``x`` times the weight ``part.weight`` of ``width`` rows, plus ``part.bias`` if there is one."""
+    """``x`` times the weight ``part.weight`` with ``width`` rows, plus ``part.bias`` if ``biased``."""
     weight = b.weight(f"{part}.weight", (width, x.type.dims[-1]))
     return b.linear(x, weight, b.weight(f"{part}.bias", (width,)) if biased else None)
 

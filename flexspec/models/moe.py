@@ -1,7 +1,6 @@
 """Decoders whose MLP is a mixture of experts: Mixtral, and Qwen3-MoE, which also normalises q and k.
 
-Else they are Llamas. Layers of ``dense_layers`` have one MLP. Experts that every row goes to (shared experts) are not
-built, and refused.
+Otherwise they are Llamas. Layers of ``dense_layers`` have one MLP. Shared experts, which every row uses, are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from flexspec.models.registry import register_family
 from flexspec.types import DType
 
 _SHARED = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size")
-_MOST_LAYERS = 4096  # a damaged file may name any number
+_MAX_LAYERS = 4096  # a damaged file may have any number
 
 
 def build_moe(config: ModelConfig, dtype: DType, *, taps: tuple[int, ...] = (), name: str = "llm") -> Graph:
@@ -53,22 +52,22 @@ def _check_experts(config: ModelConfig) -> None:
 
 
 def _read_mixtral(keys: ConfigKeys, config: ModelConfig) -> ModelConfig:
-    """Its intermediate_size is that of an expert; routing weights always sum to 1."""
+    """Here intermediate_size is that of an expert; routing weights always sum to 1."""
     return _mixture(keys, config, "num_local_experts", 8, 2, config.ffn_size, normalize=True)
 
 
 def _read_qwen3_moe(keys: ConfigKeys, config: ModelConfig) -> ModelConfig:
-    """Layers are dense where ``mlp_only_layers`` says so, and but for every ``decoder_sparse_step``-th."""
+    """Dense are the layers of ``mlp_only_layers``, and all but every ``decoder_sparse_step``-th."""
     ffn = keys.integer("moe_intermediate_size", 768)
     step, listed = keys.integer("decoder_sparse_step", 1), frozenset(keys.integers("mlp_only_layers"))
-    if config.layers > _MOST_LAYERS:
-        raise keys.error("num_hidden_layers", f"at most {_MOST_LAYERS} layers")
+    if config.layers > _MAX_LAYERS:
+        raise keys.error("num_hidden_layers", f"at most {_MAX_LAYERS} layers")
     if max(listed, default=0) >= config.layers:
         raise keys.error("mlp_only_layers", f"layers below {config.layers}")
     dense = tuple(layer for layer in range(config.layers) if layer in listed or (layer + 1) % step)
     if len(dense) == config.layers:
         raise keys.error(
-            "mlp_only_layers" if listed else "decoder_sparse_step", "at least one layer with experts", "take a Qwen3"
+            "mlp_only_layers" if listed else "decoder_sparse_step", "at least one layer with experts", "use a Qwen3"
         )
     normalize = keys.flag("norm_topk_prob", False)
     return replace(_mixture(keys, config, "num_experts", 128, 8, ffn, normalize=normalize), dense_layers=dense)
@@ -80,7 +79,7 @@ def _mixture(
     """``experts`` and ``chosen`` are the defaults; ``name`` is the older key for their number."""
     for shared in _SHARED:
         if keys.raw(shared):
-            raise keys.error(shared, "no shared experts", "take a model whose router chooses among all experts")
+            raise keys.error(shared, "no shared experts", "use a model whose router chooses among all experts")
     count = keys.integer("num_local_experts", keys.integer(name, experts))  # transformers 5 writes this for all
     if keys.integer(name, count) != count:
         raise keys.error(name, f"num_local_experts, {count}")
@@ -99,7 +98,7 @@ register_family(
         "MixtralForCausalLM": Checkpoint(
             131_072,
             kv_heads=8,
-            window=0,  # none where config.json is silent, but one that is named counts
+            window=0,  # none by default, but config.json may set one
             norm_eps=1e-5,
             rope_theta=1e6,
             read=_read_mixtral,

@@ -1,4 +1,4 @@
-"""Which file builds which family. A model file in this folder registers its families when it is imported."""
+"""Which file builds which family. A model file in this folder registers its families on import."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _NO_FAMILY = ("config", "registry")
 def register_family(family: str, builder: ModelBuilder, architectures: Mapping[str, Checkpoint] | None = None) -> None:
     """Make ``builder`` the builder of ``family``, and of Hugging Face checkpoints of ``architectures``.
 
-    A builder takes ``(config, dtype, *, name=...)``; one that also takes ``taps=(layers...)`` and puts those hidden
-    states out (as llama.py does) can be served with a hidden-state SSM. A second registration of a name is our own bug.
+    A builder takes ``(config, dtype, *, name=...)``; one that also takes ``taps=(layers...)`` and outputs those hidden
+    states (like llama.py) can be served with a hidden-state SSM. Registering a name twice is a bug of ours.
     """
     assert family not in _FAMILIES, f"model family {family} is declared twice"
     _FAMILIES[family] = builder
@@ -75,7 +75,7 @@ def build_model(config: ModelConfig, dtype: DType, **options: Any) -> Graph:
 
 
 def expected_weights(graph: Graph) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every weight the graph reads."""
+    """Name and shape of every weight that the graph reads."""
     shapes: dict[str, tuple[int, ...]] = {}
     for value in graph.inputs_of(Role.WEIGHT):
         dims = tuple(dim for dim in value.type.dims if isinstance(dim, int))

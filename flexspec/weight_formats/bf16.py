@@ -1,4 +1,4 @@
-"""bfloat16: the upper half of a float32. numpy has no such type, so that its bits are stored as uint16."""
+"""bfloat16: the upper half of a float32. numpy has no such type, so its bits are stored as uint16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""IEEE float16: three more bits of precision than bfloat16, and nothing above 65504."""
+"""IEEE float16: three more bits of precision than bfloat16, but no values above 65504."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexspec.types import DType, WeightFormat
 
 
 def _encode(values: NDArray[np.float32]) -> NDArray[np.float16]:
-    with np.errstate(over="ignore"):  # shown below, by name
+    with np.errstate(over="ignore"):  # reported below
         stored = values.astype(np.float16)
     beyond = ~np.isfinite(stored)
     if beyond.any():

@@ -1,4 +1,4 @@
-"""float32, as it is."""
+"""float32, unchanged."""
 
 from __future__ import annotations
 

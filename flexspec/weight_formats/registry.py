@@ -1,6 +1,6 @@
 """Formats in which weight matrices are stored: f32, bf16, and every other file of this folder, found by its presence.
 
-docs/design/weight-formats.md says what a format is, and what takes it. Registers none itself.
+docs/design/weight-formats.md says what a format is and who uses it. Registers none itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def format_names() -> tuple[str, ...]:
-    """Names of all formats, which are those of the other files here; imports none of them."""
+    """Names of all formats, which are those of the other files in this folder; imports none of them."""
     import flexspec.weight_formats as package
 
     return tuple(sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.name != "registry"))
@@ -28,9 +28,9 @@ def format_names() -> tuple[str, ...]:
 
 @cache
 def weight_formats() -> Mapping[str, WeightFormat]:
-    """Every format by name: the ``FORMAT`` of each other file here."""
+    """Every format by name: the ``FORMAT`` of each other file in this folder."""
     table = {name: importlib.import_module(f"flexspec.weight_formats.{name}").FORMAT for name in format_names()}
-    assert all(name == stored.name for name, stored in table.items()), "a file is called as its format"
+    assert all(name == stored.name for name, stored in table.items()), "a file has the name of its format"
     return table
 
 
@@ -40,7 +40,7 @@ def format_of(kind: TensorType) -> WeightFormat:
 
 
 def plain_format(dtype: DType) -> WeightFormat:
-    """The format that stores values of ``dtype`` as they are."""
+    """The format that stores values of ``dtype`` unchanged."""
     return weight_formats()[dtype.value]
 
 
@@ -57,7 +57,7 @@ def encode_weight(name: str, stored: WeightFormat, values: NDArray[np.float32]) 
 
 
 def stored_values(name: str, kind: TensorType, values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """What is left of float32 values once they are stored as the type says. Operators see these, in its dtype.
+    """float32 values as they come back after storing them as the type says. Operators see these, in its dtype.
 
     Raises WeightError for a value that the format cannot hold.
     """

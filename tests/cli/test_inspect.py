@@ -111,8 +111,8 @@ def test_options_that_would_change_nothing_are_refused(
         assert "lowered" in refusal(capsys, artifact, option)
     graph = tmp_path / "graph.fsg"
     graph.write_text(print_graph(build_model(CONFIG, DType.BF16)))
-    assert "--dtype f32 of a graph" in refusal(capsys, graph, "--dtype=f32")
-    assert "--weights f16 of a graph" in refusal(capsys, graph, "--weights=f16")
+    assert "--dtype f32 for a graph" in refusal(capsys, graph, "--dtype=f32")
+    assert "--weights f16 for a graph" in refusal(capsys, graph, "--weights=f16")
     assert "--model drafter" in refusal(capsys, graph, "--model=drafter")
 
 
@@ -169,7 +169,7 @@ def test_mlir_out_and_in(artifact: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 def test_refusals_are_typed(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "FS401: --model ssm2; expected one of llm, ssm." in refusal(capsys, artifact, "--emit=text", "--model=ssm2")
-    assert "an artifact's graphs as compile left them, lowered" in refusal(
+    assert "an artifact's graphs as compiled, lowered" in refusal(
         capsys, artifact, "--emit=text", "--canonical"
     )
     assert "one of them" in refusal(capsys, artifact, "--emit=text", "--json")
@@ -186,7 +186,7 @@ def test_refusals_are_typed(artifact: Path, tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     ("file", "body", "found"),
-    [("checks.json", [1], "a list"), ("kernels/x/meta.json", {"targets": 3}, "of an unknown form")],
+    [("checks.json", [1], "a list"), ("kernels/x/meta.json", {"targets": 3}, "has an unknown form")],
 )
 def test_parts_of_an_unknown_form_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, body: object, found: str

@@ -48,7 +48,7 @@ def test_page_and_graph_of_a_rank(words: list[str], capsys: pytest.CaptureFixtur
     page = json.loads(said(capsys, *words, "--rank", "1", "--json"))
     cut = {row["weight"]: row["is"] for row in page["weights"]}
     assert cut["embed_tokens.weight"] == "20 to 40 of dim 0" and cut["layers.0.input_layernorm.weight"] == "whole"
-    assert cut["layers.0.self_attn.o_proj.bias"] == "zeros, another rank holds it"
+    assert cut["layers.0.self_attn.o_proj.bias"] == "zeros, another rank has it"
     assert "layers.0.mlp.up_proj.weight" in said(capsys, *words, "--rank=1")
     parts, lowered = partition(GRAPH, PLAN.stages), lower_ranks(GRAPH, PLAN.stages, LLM_PASSES)
     for rank in (0, 1, 2):
@@ -61,7 +61,7 @@ def test_page_and_graph_of_a_rank(words: list[str], capsys: pytest.CaptureFixtur
 def test_refusals(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "rank of the plan's stages: 0, 1, 2" in said(capsys, *words, "--rank=3", code=2)
     assert "choose a rank" in said(capsys, *words, "--emit=text", code=2)
-    assert "give the plan" in said(capsys, words[0], "--rank=1", code=2)
+    assert "pass the plan" in said(capsys, words[0], "--rank=1", code=2)
     (tmp_path / "bad.json").write_text("{")
     assert "flexspec plan -o" in said(capsys, words[0], "--partition", str(tmp_path / "bad.json"), code=2)
     (tmp_path / "bad.json").write_text(json.dumps(PLAN.to_json() | {"stages": PLAN.to_json()["stages"][:1]}))

@@ -77,7 +77,7 @@ def test_restarts_in_a_row_are_counted(
     assert capsys.readouterr().err.splitlines() == [
         "flexspec serve: rank 1 ended (killed by SIGKILL); starting again (1 of 2)",
         "flexspec serve: rank 1 ended (killed by SIGKILL); starting again (2 of 2)",
-        "flexspec serve: rank 1 ended (killed by SIGKILL); no restart is left of 2",
+        "flexspec serve: rank 1 ended (killed by SIGKILL); no restarts left of 2",
     ]
     assert keep_running(monkeypatch, tmp_path, 1, [(1, died), (3600, died), (1, died), (1, {})]) == (1, 3)
     assert keep_running(monkeypatch, tmp_path, 2, [(1, died), (3600, died), (1, died), (1, {})]) == (0, 4)

@@ -142,7 +142,7 @@ def test_ranks_start_again(folder: Path, told: list[str]) -> None:
                     assert server.process.stderr.readline() == f"{ended}starting again (1 of 1)\n"
                     assert f" on {server.url} " in server.process.stderr.readline()
         assert server.process.wait(TIMEOUT_S) == 1
-        assert server.process.stderr.read() == f"{ended}no restart is left of 1\n"
+        assert server.process.stderr.read() == f"{ended}no restarts left of 1\n"
 
 
 def test_one_process_starts_again(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page that ``flexspec inspect`` shows: collects facts as plain data, and lays them out as text.
+"""The page that ``flexspec inspect`` shows: collects facts as plain data, and formats them as text.
 
 A page is a dictionary of sections: a dictionary is shown as aligned lines, a list of dictionaries as a table.
 """
@@ -23,7 +23,7 @@ Page = dict[str, Any]
 
 
 def artifact_page(artifact: OpenedArtifact) -> Page:
-    """Everything an artifact says of itself. Raises ArtifactError for parts that are missing or damaged."""
+    """Everything that an artifact says about itself. Raises ArtifactError for missing or damaged parts."""
     manifest, record, plan = artifact.manifest, artifact.record, artifact.plan
     sizes = {name: entry.size_bytes for name, entry in sorted(manifest.files.items())}
     page: Page = {
@@ -78,19 +78,19 @@ def _part_row(part: PartRecord) -> dict[str, Any]:
 
 
 def part_page(artifact: OpenedArtifact, name: str, graph: Graph) -> Page:
-    """One model of an artifact, and its graph as the artifact holds it. ``name`` is known to be one of its models."""
+    """One model of an artifact, and its graph in the artifact. ``name`` is that of one of its graphs."""
     from flexspec.compiler.artifact import layout
 
     record = artifact.record
     part = next((part for part in record.models if part.name == name), None)
     if part is None:
         raise _odd(artifact, layout.MODELS, f"an entry for {name}")
-    model = _part_row(part) | {"canonical_hash": part.graph_hash}  # the table cuts it
+    model = _part_row(part) | {"canonical_hash": part.graph_hash}  # in full
     return {"model": model, **graph_page(graph, "lowered")}
 
 
 def _kernel_rows(artifact: OpenedArtifact) -> list[dict[str, Any]]:
-    """The resource table of the packaged GPU kernels, one kernel a row; empty without GPU targets."""
+    """The resource table of the packaged GPU kernels, one row per kernel; empty without GPU targets."""
     from flexspec.compiler.artifact import layout
 
     rows = []
@@ -107,8 +107,8 @@ def _variant_rows(artifact: OpenedArtifact, variant: str, meta: Any) -> list[dic
     from flexspec.compiler.artifact import layout
 
     rows = []
-    for target, each in sorted(meta["targets"].items()):
-        for entry, kernel in sorted(each["kernels"].items()):
+    for target, built in sorted(meta["targets"].items()):
+        for entry, kernel in sorted(built["kernels"].items()):
             binary = artifact.manifest.files[layout.gpu_member(variant, kernel["file"])]
             row = {"variant": variant, "target": target, "kernel": entry}
             rows.append(row | dict(kernel["resources"]) | {"binary_bytes": binary.size_bytes})
@@ -116,11 +116,11 @@ def _variant_rows(artifact: OpenedArtifact, variant: str, meta: Any) -> list[dic
 
 
 def _odd(artifact: OpenedArtifact, file: str, expected: str) -> ArtifactError:
-    return ArtifactError(f"{artifact.name}: {file} of an unknown form", expected, artifact.fix)
+    return ArtifactError(f"{artifact.name}: {file} has an unknown form", expected, artifact.fix)
 
 
 def model_page(model: LoadedModel, graph: Graph, form: str) -> Page:
-    """A checkpoint and the graph it gives; ``form`` as for graph_page."""
+    """A checkpoint and its graph; ``form`` as in graph_page."""
     config = model.config
     return {
         "model": {
@@ -154,7 +154,7 @@ def _experts(config: ModelConfig) -> Page:
 
 
 def graph_page(graph: Graph, form: str) -> Page:
-    """Size and make-up of a graph; ``form`` says whether it is canonical (as built), lowered (after the passes)..."""
+    """Size and operators of a graph. ``form``: canonical (as built), lowered (after the passes)..."""
     from flexspec.compiler.forms.draw import find_repeat
 
     weights = [value.type for value in graph.inputs_of(Role.WEIGHT)]
@@ -179,7 +179,7 @@ def graph_page(graph: Graph, form: str) -> Page:
 
 
 def show(page: Page) -> str:
-    """The page as text, a heading and its lines for each section."""
+    """The page as text: a heading for each section, then its lines."""
     blocks = []
     for title, section in page.items():
         lines = _table(section) if isinstance(section, list) else _fields(section)
@@ -193,7 +193,7 @@ def _fields(section: dict[str, Any]) -> list[str]:
     for key, value in section.items():
         values = value if isinstance(value, list) else [value]
         name = key.replace("_", " ")
-        lines += [f"{name if i == 0 else '':<{width}}{_cell(each)}" for i, each in enumerate(values or ["none"])]
+        lines += [f"{name if i == 0 else '':<{width}}{_cell(item)}" for i, item in enumerate(values or ["none"])]
     return lines
 
 
@@ -213,5 +213,5 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    """Numbers with thousands separated."""
+    """A value as text, integers with separated thousands."""
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

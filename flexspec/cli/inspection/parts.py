@@ -1,6 +1,6 @@
-"""``flexspec inspect MODEL --partition PLAN.json``: what each rank of a plan would hold and run.
+"""``flexspec inspect MODEL --partition PLAN.json``: what each rank of a plan would store and run.
 
-Cuts the graph as a distributed run does; weights are only named, not read.
+Cuts the graph as for a distributed run; weights are only named, not read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def cut_parts(graph: Graph, plan: Plan, passes: Sequence[Any] | None) -> tuple[R
 
 
 def part_of(parts: Sequence[RankPart], rank: int) -> RankPart:
-    """The part of a rank. Raises CompileError for one that the plan has not."""
+    """The part of a rank. Raises CompileError for a rank that the plan does not have."""
     for part in parts:
         if part.rank == rank:
             return part
@@ -38,7 +38,7 @@ def part_of(parts: Sequence[RankPart], rank: int) -> RankPart:
 
 
 def parts_page(parts: Sequence[RankPart], plan: Plan) -> Page:
-    """A line a rank."""
+    """One line per rank."""
     return {"ranks": [_row(part, plan) for part in parts]}
 
 
@@ -46,8 +46,10 @@ def rank_page(part: RankPart, plan: Plan, form: str) -> Page:
     """One rank: its graph, and how its weights are cut."""
     from flexspec.cli.inspection.page import graph_page
 
-    weights = [{"weight": each.name, "dims": _dims(each.dims()), "of": _dims(each.source_dims), "is": _cut(each)}
-               for each in part.weights]  # fmt: skip
+    weights = [
+        {"weight": piece.name, "dims": _dims(piece.dims()), "of": _dims(piece.source_dims), "is": _cut(piece)}
+        for piece in part.weights
+    ]
     return {"rank": _row(part, plan), **graph_page(part.graph, form), "weights": weights}
 
 
@@ -77,9 +79,9 @@ def _dims(dims: Sequence[int]) -> str:
     return "[" + ",".join(str(dim) for dim in dims) + "]"
 
 
-def _cut(each: WeightSlice) -> str:
-    if each.zeros:
-        return "zeros, another rank holds it"
-    if each.dim is None:
+def _cut(piece: WeightSlice) -> str:
+    if piece.zeros:
+        return "zeros, another rank has it"
+    if piece.dim is None:
         return "whole"
-    return f"{each.first} to {each.end} of dim {each.dim}"
+    return f"{piece.first} to {piece.end} of dim {piece.dim}"

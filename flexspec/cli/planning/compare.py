@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def compare(args: argparse.Namespace, problem: Problem) -> int:
-    """Plans of ``args.compare``, or a list of our own where it names none."""
+    """Run the plans of ``args.compare``, or the built-in list if it names none."""
     from flexspec.cli.planning.options import TURNS
     from flexspec.cli.progress import progress_bars
     from flexspec.compiler.pages.compare_page import compare_json, compare_page

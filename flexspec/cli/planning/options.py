@@ -1,4 +1,4 @@
-"""Which options of ``flexspec plan`` go together: what would be ignored is refused, before anything is searched."""
+"""Which options of ``flexspec plan`` go together: an option that would be ignored is refused before any search."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from flexspec.errors import PlanError
 
 TURNS = 5  # of --compare
-_APART = (  # what the first does has no use for the others
+_CONFLICTS = (  # the first ignores the others
     ("compare", ("prove", "pareto", "score", "svg", "output")),
     ("pareto", ("score", "prove", "svg", "output")),
     ("score", ("prove",)),
@@ -17,9 +17,9 @@ _APART = (  # what the first does has no use for the others
 
 def check_options(args: argparse.Namespace) -> None:
     """Raises PlanError for options that contradict each other, and for files that cannot be written."""
-    for name, others in _APART:
-        given = getattr(args, name) is not None if name == "compare" else getattr(args, name)
-        clash = next((other for other in others if getattr(args, other)), "") if given else ""
+    for name, others in _CONFLICTS:
+        is_set = getattr(args, name) is not None if name == "compare" else getattr(args, name)
+        clash = next((other for other in others if getattr(args, other)), "") if is_set else ""
         if clash:
             raise PlanError(f"--{name} with --{clash}", "one of them", f"leave out --{clash}")
     if args.turns is not None and args.compare is None:
@@ -32,7 +32,7 @@ def _check_target(option: str, path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise PlanError(f"{option} {path}, which is a folder", "a path to a file", "add a file's name")
+        raise PlanError(f"{option} {path}, which is a folder", "a path to a file", "add a file name")
     if not path.parent.is_dir():
         found = f"{option} {path}: the folder {path.parent} does not exist"
-        raise PlanError(found, "a file in a folder that is there", "make the folder, or choose another path")
+        raise PlanError(found, "a file in an existing folder", "make the folder, or choose another path")

@@ -152,7 +152,7 @@ def test_it_has_its_words_in_draft_plans_and_help() -> None:
 @pytest.mark.parametrize("record", [RECORD.replace(" order=1,", "")], ids=["unplaced"])
 def test_without_a_place_it_drafts_where_it_is_named(tmp_path: Path) -> None:
     assert str(default_draft(1)) == "budget:24/sources=suffix+ngram+ssm"
-    assert "after             what follows each token (only where named)\n" in draft_plans_help()
+    assert "after             what follows each token (only if named)\n" in draft_plans_help()
     artifact = compiled(tmp_path, list(range(VOCAB)))
     for draft, sources in (
         ("auto", "suffix+ssm"),
