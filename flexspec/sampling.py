@@ -36,12 +36,14 @@ class SamplingParams:
     """What a request may set. Raises RequestError (FS501, with ``param``) for a value out of range."""
 
     max_tokens: int = _parameter(128, "maximum number of new tokens", shapes_law=False, low=1, high=1_000_000)
-    temperature: float = _parameter(0.0, "0 is greedy", shapes_law=True, low=0.0, high=2.0)
+    temperature: float = _parameter(0.0, "sampling temperature; 0 is greedy", shapes_law=True, low=0.0, high=2.0)
     top_p: float = _parameter(
-        1.0, "keep the likeliest tokens up to this mass; 1: all", shapes_law=True, low=0.0, high=1.0
+        1.0, "keep the likeliest tokens up to this total probability; 1: all", shapes_law=True, low=0.0, high=1.0
     )
     top_k: int = _parameter(0, "keep the k likeliest tokens; 0: all", shapes_law=True, low=0, high=10_000_000)
-    min_p: float = _parameter(0.0, "drop tokens below this share of the likeliest", shapes_law=True, low=0.0, high=1.0)
+    min_p: float = _parameter(
+        0.0, "drop tokens below this share of the likeliest one's probability", shapes_law=True, low=0.0, high=1.0
+    )
     seed: int | None = _parameter(
         None, "random seed; without one, every request gets a fresh one", shapes_law=True, low=-(2**63), high=2**64 - 1
     )

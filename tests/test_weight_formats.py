@@ -119,7 +119,7 @@ def test_a_format_is_part_of_the_text_form() -> None:
     [
         (TensorType(DType.F32, (4,), Role.WEIGHT, F16), "for weight matrices"),
         (TensorType(DType.F32, (4, 4), Role.ACTIVATION, F16), "for weight matrices"),
-        (TensorType(DType.I32, (4, 4), Role.WEIGHT, F16), "of a floating dtype"),
+        (TensorType(DType.I32, (4, 4), Role.WEIGHT, F16), "of a floating-point dtype"),
         (TensorType(DType.F16, (4, 4), Role.WEIGHT, F16), "f16 is stored as f16"),
         (TensorType(DType.F32, (4, 33), Role.WEIGHT, replace(F16, block_elements=32)), "whole blocks of 32"),
     ],

@@ -1,8 +1,8 @@
 """The parallel plan of an artifact: stages with their TP degree and ranks, where each SSM lives, the tree ladder.
 
 One rank is a plan with one stage of degree 1, not a special case. Owns the record, its JSON form and the rules that
-every plan obeys, whoever wrote it; it neither searches nor runs. What a search adds (devices, prediction, certificate)
-is optional, and absent from the file if empty.
+every plan obeys, searched or hand-written. What a search adds (devices, prediction, certificate) is optional, and
+absent from the file if empty.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _ssm_ranks(table: Table) -> tuple[tuple[int, ...], ...]:
 
 
 def _ladder(table: Table, source: str, fail: Fail) -> DraftLadder:
-    expected = "pairs [largest batch, draft plan], batches rising"
+    expected = "pairs [largest batch, draft plan] in ascending order"
     rows = table.rows("ladder", expected)
     before = 0
     for row in rows:

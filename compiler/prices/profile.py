@@ -143,7 +143,7 @@ def profile_model(
         raise PlanError(
             f"{name}, where experts alternate with dense layers ({', '.join(map(str, config.dense_layers[:6]))} ...)",
             "equal decoder blocks",
-            "write the plan of this model by hand",
+            "write a plan for this model by hand",
         )
     graph = build(replace(config, layers=2), dtype)
     graph = graph if weights is None else store_weights(graph, weights)

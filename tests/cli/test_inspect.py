@@ -169,9 +169,7 @@ def test_mlir_out_and_in(artifact: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 def test_refusals_are_typed(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "FS401: --model ssm2; expected one of llm, ssm." in refusal(capsys, artifact, "--emit=text", "--model=ssm2")
-    assert "an artifact's graphs as compiled, lowered" in refusal(
-        capsys, artifact, "--emit=text", "--canonical"
-    )
+    assert "an artifact's graphs as compiled, lowered" in refusal(capsys, artifact, "--emit=text", "--canonical")
     assert "one of them" in refusal(capsys, artifact, "--emit=text", "--json")
     assert "FS203" in refusal(capsys, tmp_path / "nothing.gguf")
     assert "FS401" in refusal(capsys, tmp_path / "nothing.fspec")
