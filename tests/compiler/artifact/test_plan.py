@@ -64,7 +64,7 @@ def stage(**change: Any) -> dict[str, Any]:
         ({"ssm_ranks": [0]}, "ssm_ranks: [0]"),
         ({"ladder": []}, "ladder: []"),
         ({"ladder": [[2, "off"], [1, "off"]]}, "ladder: [1, 'off'] after 2"),
-        ({"ladder": [[2, "off"], [2, "off"]]}, "batches rising"),
+        ({"ladder": [[2, "off"], [2, "off"]]}, "in ascending order"),
         ({"ladder": [[0, "off"]]}, "ladder: [0, 'off']"),
         ({"ladder": [[float("nan"), "off"]]}, "ladder: [nan, 'off']"),
         ({"ladder": [[1, 5]]}, "ladder: [1, 5]"),
