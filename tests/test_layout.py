@@ -94,6 +94,7 @@ def test_linked_folders_have_no_init_files() -> None:
     assert [str(path) for path in tracked_files() if path.name == "__init__.py" and path.parts[0] in LINKED] == []
 
 
+@pytest.mark.slow(reason="builds a wheel")
 def test_wheel_holds_only_the_package_and_all_of_it(tmp_path: Path) -> None:
     copy = tmp_path / "source"
     for path in tracked_files():
@@ -118,12 +119,14 @@ def test_wheel_holds_only_the_package_and_all_of_it(tmp_path: Path) -> None:
     assert expected - names == set()
 
 
+@pytest.mark.slow(reason="imports transformers in a new process")
 def test_transformers_imports_at_the_root() -> None:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     assert run_python("import transformers; print(transformers.__name__)").strip() == "transformers"
 
 
+@pytest.mark.slow(reason="imports everything in a new process")
 def test_bare_names_are_never_imported() -> None:
     modules = [module_name(path) for path in python_files(*SOURCE_FOLDERS) if path.name != "__main__.py"]
     found = run_python(
@@ -153,6 +156,7 @@ def test_heavy_libraries_are_imported_only_where_allowed() -> None:
     assert wrong == []
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_serving_path_loads_no_heavy_library() -> None:
     light = [
         module_name(path)

@@ -59,6 +59,7 @@ def any_graphs(draw: st.DrawFn) -> Graph:
     return Graph(draw(names), tuple(values[:cut]), tuple(nodes), tuple(outputs))
 
 
+@pytest.mark.slow(reason="hypothesis builds hundreds of graphs")
 @given(any_graphs())
 def test_any_graph_parses_back(graph: Graph) -> None:
     parsed = parse_graph(print_graph(graph))

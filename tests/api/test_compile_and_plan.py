@@ -59,6 +59,7 @@ def proven() -> FoundPlan:
     return flexspec.plan(CONFIGS / "llama-65b.json", ssm=CONFIGS / "llama-68m.json", machine="a10x4x2", prove=True)
 
 
+@pytest.mark.slow(reason="searches plans")
 def test_plan_is_the_command_with_another_face(proven: FoundPlan, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", CONFIGS / "llama-65b.json", "--ssm", CONFIGS / "llama-68m.json", "--machine", "a10x4x2", "--prove"]
     assert main([*map(str, words)]) == 0

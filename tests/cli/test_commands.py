@@ -26,6 +26,7 @@ def artifact() -> Path:
     return tiny_artifact()
 
 
+@pytest.mark.slow(reason="four processes")
 def test_compile_then_generate_with_and_without_speculation(tmp_path: Path, artifact: Path) -> None:
     llm, ssm = write_models(tmp_path)
     done = flexspec("compile", llm, "--ssm", ssm, "-o", "tiny.fspec", "--isa", BEST, "--dump-ir", "ir", cwd=tmp_path)

@@ -144,6 +144,7 @@ def test_wrong_plans_are_refused(
     assert code == 2 and message in err and "Fix:" in err
 
 
+@pytest.mark.slow(reason="searches plans of 65B")
 def test_a_plan_that_was_written_is_priced_as_it_was_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     for requests in ("1", "4"):
@@ -212,6 +213,7 @@ def test_one_stage_is_the_first_and_the_last(capsys: pytest.CaptureFixture[str])
     assert runners.count("times the time: TP 8 (80 blocks), SSM with stage 0") == 1
 
 
+@pytest.mark.slow(reason="searches plans of 65B")
 def test_front_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--pareto", "--requests", "4", "--json")
     rows = json.loads(out)
@@ -288,6 +290,7 @@ def test_a_priced_plan_is_written_on_its_own_devices(capsys: pytest.CaptureFixtu
     assert plan_from_json(again["plan"]) == plan  # a plan in JSON keeps its ladder
 
 
+@pytest.mark.slow(reason="searches plans of 65B")
 def test_a_degree_that_misses_the_limit_is_not_said_to_be_too_large(capsys: pytest.CaptureFixture[str]) -> None:
     goodput = ["--requests", "8", "--machine", "l40sx4", "--objective", "goodput", "--limit-ms"]
     code, out, _ = run(capsys, *goodput, "30")
@@ -296,6 +299,7 @@ def test_a_degree_that_misses_the_limit_is_not_said_to_be_too_large(capsys: pyte
     assert "does not fit" not in reasons
 
 
+@pytest.mark.slow(reason="searches plans of 65B")
 def test_what_misses_the_limit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     goodput = ["--requests", "8", "--machine", "l40sx4", "--objective", "goodput", "--limit-ms", "25"]
     body = json.loads(run(capsys, *goodput, "--json")[1])
@@ -311,6 +315,7 @@ def test_what_misses_the_limit_is_marked(capsys: pytest.CaptureFixture[str]) -> 
     assert "--max-requests" not in out and "misses the limit" not in out
 
 
+@pytest.mark.slow(reason="searches plans of 65B")
 def test_the_parts_of_a_stage_add_up_to_it(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--requests", "8", "--machine", "l40sx4"], ["--machine", "h100x64"]):
         body = json.loads(run(capsys, "--json", *arguments)[1])

@@ -24,6 +24,8 @@ from flexspec.runtime.server.metrics import Metrics
 from flexspec.runtime.server.requests import ServerLimits
 from flexspec.sampling import SamplingParams
 
+pytestmark = pytest.mark.slow(reason="servers in processes of their own")
+
 TIMEOUT_S = 120.0
 ASK = {"model": "tiny", "prompt": "hello 12 hello", "max_tokens": 60, "temperature": 0}
 

@@ -132,6 +132,7 @@ def capped_on_triton() -> dict[str, float]:
     return errors
 
 
+@pytest.mark.slow(reason="interprets a kernel")
 @pytest.mark.usefixtures("soft_cap")
 def test_triton_uses_the_attributes_of_a_row_wise_operator() -> None:
     variants = [*kernel_variants(_capped_model(0.5), 1).values(), *kernel_variants(_capped_model(2.0), 1).values()]

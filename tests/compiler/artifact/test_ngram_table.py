@@ -53,6 +53,7 @@ def corpus(seed: int, sequences: int, vocab: int) -> Sequences:
     return made
 
 
+@pytest.mark.slow(reason="hypothesis")
 @given(st.lists(st.tuples(tokens, tokens), min_size=1, max_size=5), st.integers(2, 5))
 def test_small_tables_hold_exactly_the_counts(sequences: Sequences, order: int) -> None:
     if not any(answer for _, answer in sequences):

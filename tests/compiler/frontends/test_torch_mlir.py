@@ -26,6 +26,8 @@ from flexspec.models.llama import build_block
 from flexspec.ops.rope import RopeConfig
 from flexspec.types import DType
 
+pytestmark = pytest.mark.slow(reason="torch exports modules and torch-mlir reads them")
+
 CONFIG = ModelConfig(
     "llama", 40, blocks.HIDDEN, 1, blocks.HEADS, blocks.KV_HEADS, blocks.HEAD_DIM, blocks.FFN, blocks.EPS,
     blocks.POSITIONS, rope=RopeConfig(theta=blocks.THETA),

@@ -248,7 +248,7 @@ def test_the_verifier_reads_the_records_of_parallel_operators() -> None:
     at = next(i for i, node in enumerate(part.graph.nodes) if node.op == "combine")
     nodes = list(part.graph.nodes)
     nodes[at] = nodes[at].with_attr("sizes", (20, 30))
-    with pytest.raises(GraphError, match=r"(?s)combine.*part=0 being 25"):
+    with pytest.raises(GraphError, match=r"(?s)combine.*with 25 for part=0"):
         verify(replace(part.graph, nodes=tuple(nodes)))
 
 

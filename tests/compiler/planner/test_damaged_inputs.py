@@ -61,6 +61,7 @@ def changed(body: Any) -> Iterator[tuple[str, Any]]:
             yield f"{path} misspelt", {**copy.deepcopy(body), "colour": 1}
 
 
+@pytest.mark.slow(reason="hundreds of damaged files")
 def test_machine_files() -> None:
     def fail(found: str, expected: str) -> MachineError:
         return MachineError(found, expected, "correct the machine file")
@@ -88,6 +89,7 @@ def small_problem() -> Problem:
     return Problem(machine, llm, (tiny_profile("ssm", ssm=True),), ENTRIES, 4, 64, degrees=(1, 2, 4))
 
 
+@pytest.mark.slow(reason="hundreds of damaged files")
 def test_acceptance_profiles() -> None:
     body = json.loads((PROFILES / "smollm2-135m.json").read_text())
     body["entries"] = [{**body["entries"][0], "most_nodes": 4, "ssm_rows": [2.0]}]
@@ -104,6 +106,7 @@ def test_acceptance_profiles() -> None:
     assert refused > 200 and open_acceptance("smollm2-135m")
 
 
+@pytest.mark.slow(reason="hundreds of damaged files")
 def test_plans(tmp_path: Path) -> None:
     """The artifact's loader, ``plan --score`` and ``compile --plan``."""
     problem = small_problem()

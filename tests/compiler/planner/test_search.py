@@ -147,6 +147,7 @@ def test_never_worse_than_uniform_plans(name: str, model: str, objective: str) -
         assert best.value_us <= by_hand[0].value_us * (1 + 1e-9)
 
 
+@pytest.mark.slow(reason="searches 64 devices")
 @pytest.mark.parametrize(("name", "requests", "programs"), [("h100x8", 16, 200), ("h100x64", 64, 250)])
 def test_bounds_leave_few_programs_to_solve(
     monkeypatch: pytest.MonkeyPatch, name: str, requests: int, programs: int
@@ -187,6 +188,7 @@ def test_a_limit_nobody_meets_is_named() -> None:
         search(problem)
 
 
+@pytest.mark.slow(reason="searches twice")
 def test_goodput_keeps_the_limit() -> None:
     free = search(shipped_problem("h100x8", "llama-13b", "throughput", 32))[0]
     limit_us = free.per_token_us * 0.7
@@ -195,6 +197,7 @@ def test_goodput_keeps_the_limit() -> None:
     assert best.per_token_us <= limit_us and best.tokens_per_s <= free.tokens_per_s
 
 
+@pytest.mark.slow(reason="searches a front")
 def test_front_has_no_dominated_plan() -> None:
     problem = shipped_problem("a10x4x2", "llama-65b", "throughput", 4)
     front = pareto_front(problem)

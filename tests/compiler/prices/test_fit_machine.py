@@ -39,6 +39,7 @@ def test_measured_tables_are_read_back(tmp_path: Path) -> None:
     assert same(open_machine(str(path)), machine)
 
 
+@pytest.mark.slow(reason="fits a machine")
 def test_the_fit_finds_what_made_the_times() -> None:
     calls = graph_calls(tiny_profile("gqa").ranks[1].graph)
     real = make_device(bandwidth=3e8, flops=7e9, launch_us=1.0)

@@ -122,6 +122,7 @@ def test_instruction_set_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu_build.supported_isas()
 
 
+@pytest.mark.slow(reason="builds programs")
 def test_library_takes_only_its_own_weights(cache: Path) -> None:
     executor = on_cpu(*tiny_llm(tiny_config(layers=1)), pages=4)
     library, weights = Path(executor._library._lib._name), executor._library._weights

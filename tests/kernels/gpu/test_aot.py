@@ -44,6 +44,7 @@ def test_binaries_fit_every_target(compiled: tuple[CompiledVariant, ...]) -> Non
         assert [name for name, _ in each.kernels["attend"].meta["params"]][:3] == ["q", "k_cache", "v_cache"]
 
 
+@pytest.mark.slow(reason="Triton compiles in processes of its own")
 def test_second_compilation_reads_the_cache(
     compiled: tuple[CompiledVariant, ...], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +58,7 @@ def test_second_compilation_reads_the_cache(
         compile_variants([SMALL], TARGETS, cache_dir=cache)
 
 
+@pytest.mark.slow(reason="Triton compiles in processes of its own")
 def test_binaries_are_the_same_bytes_from_another_folder(compiled: tuple[CompiledVariant, ...], tmp_path: Path) -> None:
     again = compile_variant(SMALL, "sm_90", cache_dir=tmp_path / "somewhere" / "deeper")
     assert again == compiled[1]

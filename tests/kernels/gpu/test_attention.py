@@ -56,6 +56,7 @@ def bits() -> dict[str, bool]:
     return same_bits(bit_case(), SourceKernels(bit_case().variant(), TileConfig(32, 4, 2)), "cpu")
 
 
+@pytest.mark.slow(reason="interprets kernels")
 def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it() -> None:
     result = interpreted(__file__, "bits")
     assert len(result) == 17 and [name for name, same in result.items() if not same] == []

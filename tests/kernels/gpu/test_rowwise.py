@@ -128,6 +128,7 @@ def interpreted_errors() -> Any:
     return interpreted(__file__, "errors")
 
 
+@pytest.mark.slow(reason="interprets kernels")
 @pytest.mark.parametrize("op", [*sorted({case.op for case in check_cases(interpreted=True)}), "capped"])
 @pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])
 def test_kernels_agree_with_the_reference_in_float64(interpreted_errors: Any, op: str, dtype: DType) -> None:

@@ -280,6 +280,7 @@ def law_before_replacement(world, prefix, width, noise):
     return [(token, world.law("draft", prefix)) for token, _ in without_replacement(world, prefix, width, noise)]
 
 
+@pytest.mark.slow(reason="enumerates every draw")
 @pytest.mark.parametrize("method", ["mss", "traversal"])
 @pytest.mark.parametrize(
     ("children", "widths"),

@@ -223,6 +223,7 @@ def test_greedy_tokens_equal_the_reference(reports: dict[str, Any], name: str) -
     assert report["difference"] < 2e-5
 
 
+@pytest.mark.slow(reason="starts a process that interprets kernels")
 def test_wrong_weights_and_bf16_in_the_interpreter_are_told(reports: dict[str, Any]) -> None:
     told = reports["refusals"]
     assert "FS302" in told["bf16"] and "interpreter" in told["bf16"]

@@ -20,6 +20,7 @@ from flexspec.runtime.open.host_memory import HostMemory, host_memory
 from flexspec.types import DType
 
 
+@pytest.mark.slow(reason="measures this machine")
 def test_a_tiny_artifact_gives_a_machine_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     artifact, out = artifacts.compile_tiny(tmp_path, with_ssm=False, draft="off"), tmp_path / "here.toml"
     assert cli.main(["calibrate", str(artifact), "-o", str(out), "--ranks", "2", "--no-links"]) == 0

@@ -78,6 +78,7 @@ def test_stopping_lets_running_answers_finish(gated_engine: ScriptedEngine, star
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.slow(reason="servers in processes of their own")
 @pytest.mark.parametrize("deaf", [False, True])
 def test_answers_that_outlast_the_grace_period_are_cut(
     deaf: bool, gated_engine: ScriptedEngine, start: Callable[..., Any]
@@ -176,6 +177,7 @@ def spawn() -> Iterator[Callable[[float], Process]]:
             one.process.communicate()
 
 
+@pytest.mark.slow(reason="servers in processes of their own")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_streams_properly(number: signal.Signals, spawn: Callable[[float], Process]) -> None:
     server = spawn(30.0)
@@ -192,6 +194,7 @@ def test_a_signal_ends_streams_properly(number: signal.Signals, spawn: Callable[
     assert (code, out.strip(), err) == (0, "closed MainThread", "")
 
 
+@pytest.mark.slow(reason="servers in processes of their own")
 def test_a_second_signal_ends_at_once(spawn: Callable[[float], Process]) -> None:
     server = spawn(60.0)
     with open_stream(server.url, {**ASK, "model": "m"}) as response:
