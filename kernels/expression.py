@@ -1,6 +1,6 @@
 """The expression of a row-wise operator's record, with the attributes of a node filled in.
 
-Both backends generate their kernel from it: the CPU as C++ as it stands, Triton from a translation (gpu/expression.py).
+Both backends generate their kernel from it: the CPU uses it directly as C++, Triton a translation (gpu/expression.py).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Emitter:
             raise CompileError(
                 f"weights {', '.join(names)} stored as {', '.join(stored)}",
                 "one format for matrices that are multiplied together",
-                "leave these products apart (the passes that fuse do), or store the weights alike",
+                "leave these products apart (the passes that fuse do), or store the weights in one format",
             )
         ((name, weight_format),) = stored.items()
         cpu_format(weight_format)  # refuses a format that no template expands
@@ -112,7 +112,7 @@ class Emitter:
         return self.rows(have[key], elem_type=elem)
 
     def integers(self, name: str) -> str:
-        """A step input that counts or indexes, one number a row. Raises CompileError for any other value."""
+        """A step input that counts or indexes, one number per row. Raises CompileError for any other value."""
         if name not in _STEP_INTEGERS:
             raise CompileError(
                 f"%{name} of graph {self.graph.name} is read as numbers of rows",

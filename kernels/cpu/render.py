@@ -1,7 +1,7 @@
 """Generates the C++ source of a model's step from its lowered graph: one call of a template kernel per operator.
 
 The source is readable on purpose: each call carries the graph line it came from. Kernels are in templates/cpu; which
-one an operator uses is its record's kernel key. Barriers stand only where a kernel reads what other threads wrote.
+one an operator uses is its record's kernel key. There are barriers only where a kernel reads what other threads wrote.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def read_packaged(variant: Variant, target: str, read: Callable[[str], bytes]) -
 
 
 def format_rows(rows: ResourceRows) -> str:
-    """The resource table as aligned text, one kernel a line."""
+    """The resource table as aligned text, one line per kernel."""
     if not rows:
         return ""
     lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]

@@ -26,7 +26,7 @@ class WeightStore:
     def add(
         self, file: str, tensors: Mapping[str, NDArray[np.generic]], *, bf16: Collection[str] = ()
     ) -> dict[str, Place]:
-        """Store in ``file`` what is not stored yet; returns where each tensor lies.
+        """Store in ``file`` what is not stored yet; returns the place of each tensor.
 
         ``bf16`` names uint16 arrays of bfloat16 bits.
         """

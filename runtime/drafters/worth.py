@@ -1,4 +1,4 @@
-"""Whether the next step of an SSM pays: measured, not assumed, and decided anew in every round.
+"""Whether the next step of an SSM pays: measured, not assumed, and decided again in every round.
 
 A model drafter adds tokens to a round and time to it. The chance that its next step gains anything is known before it
 runs: for the first level, that the cheaper sources miss the next token; deeper, that the text reaches a node that would

@@ -1,4 +1,4 @@
-"""The only act that appends tokens to a sequence, whoever proposed them: prefill, decoding, any drafter, any rule.
+"""The only code that appends tokens to a sequence, whatever they come from: prefill, decoding, any drafter, any rule.
 
 Owns every rule of ending. Accepted tokens are walked one by one, so a block can't run past an end: end token, stop
 string, max_tokens and the context limit each take effect at the very token where they occur, and what follows is

@@ -12,7 +12,7 @@ from flexspec.runtime.executors.step import StepBatch
 def check_step(batch: StepBatch, max_rows: int, max_positions: int, id_rows: int) -> None:
     """Kernels trust their input: refuse what could make them read out of bounds. Raises EngineError.
 
-    ``id_rows``: rows of the embedding; ids lie below it.
+    ``id_rows``: rows of the embedding; ids must be below it.
     """
     rows, top = len(batch.ids_T), int(batch.positions_T.max(initial=-1))
     if not 0 < rows <= max_rows or top >= max_positions:

@@ -97,7 +97,7 @@ def calibrate(path: Path, name: str, *, ranks: int, links: bool) -> FittedMachin
         source = f"measured {today} by flexspec calibrate, gloo, {ranks} processes"
         link, tables_origin = fit_link(link.name, transfers, reduces, ranks, source), source
     fitted = type(kind)(device, ranks, link, 1)
-    about = f"This machine, {ranks} of {usable_cores()} cores, one rank a core; calibrated."
+    about = f"This machine, {ranks} of {usable_cores()} cores, one rank per core; calibrated."
     host = _host(template, probe_host(path), f"measured {today} by flexspec calibrate on {path.name}")
     return FittedMachine(replace(host, name=name, about=about, kinds=(fitted,), network=None), steps, tables_origin)
 

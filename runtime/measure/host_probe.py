@@ -1,4 +1,4 @@
-"""The host's work in a round besides the programs, measured by rounds of an artifact, for the planner.
+"""The host's work in a round outside the programs, measured by rounds of an artifact, for the planner.
 
 A round costs ``round_us`` and ``request_us`` per request (accept, commit, schedule); each step of a program costs
 ``step_us`` to hand over, and an SSM's also ``step_request_us`` per request (packing, successors, growing its tree).
@@ -36,7 +36,7 @@ class HostTimes:
 
 @dataclass(slots=True)
 class HostSamples:
-    """Times of rounds of several batch sizes besides the programs."""
+    """Times outside the programs, of rounds of several batch sizes."""
 
     rounds: list[Sample] = field(default_factory=list)
     steps: list[Sample] = field(default_factory=list)  # those of the LLM have 0 requests: packing is in the round
@@ -81,7 +81,7 @@ def _drafts(path: Path) -> list[str]:
 
 
 def _between(rounds: Sequence[MeasuredRound], ssms: Sequence[StepTimes]) -> list[float]:
-    """Microseconds of a drafting step besides its program."""
+    """Microseconds of a drafting step outside its program."""
     if not ssms:
         return []
     spans = [[measured.ssm_steps[number] for measured in rounds] for number in range(len(ssms))]

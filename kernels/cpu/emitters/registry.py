@@ -20,7 +20,7 @@ class KernelEmitter:
     """One kernel key."""
 
     emit: Emit
-    header: str | None  # that a program includes for it, beside entry.h
+    header: str | None  # that a program includes for it, besides entry.h
 
 
 @cache

@@ -2,7 +2,7 @@
 presence.
 
 The file says which targets there are and how an artifact's share for them is written; nothing else in compiling knows
-which devices exist. It is imported for ``--help``, so what is heavy is imported when a share is opened.
+which devices exist. It is imported for ``--help``, so heavy modules are imported when a share is opened.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ class DevicePackage(Protocol):
         ...
 
     def finish(self) -> None:
-        """What is stored once, for all models and ranks."""
+        """Store what all models and ranks share."""
         ...
 
 
 @dataclass(slots=True)
 class SharedRecords:
-    """What the artifact's common records say of devices; each share fills in what it has."""
+    """The device data of the artifact's common records; each share fills in what it has."""
 
     weight_tables: dict[str, tuple[Place, ...]] = field(default_factory=dict)  # of CPU programs, by graph's name
     digests: dict[str, dict[str, str]] = field(default_factory=dict)  # self-tests: graph's name -> target -> sha256
     gpu: GpuRecord | None = None
-    tools: dict[str, str] = field(default_factory=dict)  # versions of what made kernels
-    resources: ResourceRows = field(default_factory=list)  # what kernels take, for whoever compiles
+    tools: dict[str, str] = field(default_factory=dict)  # versions of the compilers
+    resources: ResourceRows = field(default_factory=list)  # of kernels, for the user who compiles
 
 
 @dataclass(frozen=True, slots=True)
 class PackageInputs:
-    """What a share is opened with."""
+    """The arguments that open a share."""
 
     targets: Sequence[str]  # of this device, as the manifest names them; at least one
     options: CompileOptions
@@ -90,7 +90,7 @@ def known_targets() -> list[str]:
 
 
 def chosen_targets(options: CompileOptions) -> Mapping[str, Sequence[str]]:
-    """The targets to compile for, by packager. Raises CompileError for a name of none, and for no target at all."""
+    """The targets to compile for, by packager. Raises CompileError for an unknown name, and for no target at all."""
     known = known_targets()
     for target in options.targets:
         if target not in known:
