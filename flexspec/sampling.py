@@ -59,7 +59,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         if len(self.stop) > 16 or any(not s or len(s) > 1024 for s in self.stop):
             raise RequestError(
-                f"stop={list(self.stop)!r}", "at most 16 non-empty strings of up to 1024 characters",
+                f"stop={list(self.stop)!r:.200}", "at most 16 non-empty strings of up to 1024 characters",
                 "shorten the stop list", param="stop",
             )  # fmt: skip
 
@@ -80,7 +80,7 @@ def _check(name: str, value: float, low: float, high: float) -> None:
     if not right_type or not low <= value <= high:  # rejects NaN too, and integers too large for a float
         kind = "a whole number" if integer and not right_type else "a number"
         raise RequestError(
-            f"{name}={value!r}", f"{kind} from {low:g} to {high:g}", f"send {name} inside that range", param=name
+            f"{name}={value!r:.200}", f"{kind} from {low:g} to {high:g}", f"send {name} inside that range", param=name
         )
 
 

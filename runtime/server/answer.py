@@ -26,6 +26,7 @@ from flexspec.runtime.server.openai import (
     Format,
     Json,
     TextFormat,
+    counts,
     error_body,
     sse,
     to_json,
@@ -72,33 +73,37 @@ class Answer(Response):
         while not failed and (chunks := await generation.next_chunks()) is not None:
             for chunk in sorted(chunks, key=lambda chunk: chunk.finish_reason == "error"):  # an error comes last
                 failed = failed or chunk.finish_reason == "error"
-                for event in self._events(chunk, opened):
+                for event in self._events(chunk, opened, generation):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
         if self._request.include_usage and not failed:
             event = sse({**self._form.chunk([]), "usage": self._usage(generation)})
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": SSE_DONE, "more_body": False})
 
-    def _events(self, chunk: Chunk, opened: set[int]) -> list[bytes]:
+    def _events(self, chunk: Chunk, opened: set[int], generation: Generation) -> list[bytes]:
         """Events of one chunk: the opening of its choice, its text, and its end or error."""
         choices: list[Json] = []
         if chunk.index not in opened and (chunk.text or chunk.finish_reason):
             opened.add(chunk.index)
             opening = self._form.opening(chunk.index)
             choices += [opening] if opening else []
+            if self._request.echoes:
+                choices.append(self._form.content(chunk.index, self._request.echoes[chunk.index]))
         if chunk.text:
             choices.append(self._form.content(chunk.index, chunk.text))
         if chunk.finish_reason not in (None, "error"):
             choices.append(self._form.closing(chunk.index, str(chunk.finish_reason)))
         # OpenAI: every chunk has a usage field, null but for the last, when usage was requested.
-        extra = {"usage": None} if self._request.include_usage else {}
+        extra: Json = {"usage": None} if self._request.include_usage else {}
+        if self._request.continuous_usage:
+            extra = {"usage": counts(self._request.prompt_tokens, sum(choice.tokens for choice in generation.choices))}
         events = [sse({**self._form.chunk([choice]), **extra}) for choice in choices]
         if chunk.finish_reason == "error":
             events.append(sse(error_body(chunk.error or NO_REASON, "server_error", None, "engine_error")))
         return events
 
     async def _complete(self, generation: Generation, send: Send) -> None:
-        texts = [""] * len(generation.choices)
+        texts = list(self._request.echoes) or [""] * len(generation.choices)
         while (chunks := await generation.next_chunks()) is not None:
             for chunk in chunks:
                 texts[chunk.index] += chunk.text

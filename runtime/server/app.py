@@ -25,9 +25,10 @@ from flexspec.errors import FlexspecError, RequestError
 from flexspec.runtime.engine.api import EngineClient
 from flexspec.runtime.server.answer import Answer
 from flexspec.runtime.server.drain import Drain
-from flexspec.runtime.server.failures import Failure, HttpError, failure_of, shutting_down, wrong_model
+from flexspec.runtime.server.failures import Failure, HttpError, failure_of, log_failure, shutting_down, wrong_model
 from flexspec.runtime.server.metrics import Metrics
 from flexspec.runtime.server.openai import Json, model_card
+from flexspec.runtime.server.refusals import cut
 from flexspec.runtime.server.requests import (
     ChatBody,
     ChatRenderer,
@@ -163,31 +164,36 @@ def _add_monitoring(app: FastAPI, engine: EngineClient, metrics: Metrics, limits
 
 
 def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
-    def answer(failure: Failure) -> Response:
-        metrics.record_refused(failure.status)
+    def answer(request: Request, failure: Failure) -> Response:
+        metrics.record_refused(failure.status, failure.code, failure.counted)
+        log_failure(failure, request.method, request.url.path)
         return failure.response()
 
     @app.exception_handler(FlexspecError)
     async def typed(request: Request, error: FlexspecError) -> Response:
-        return answer(failure_of(error, "messages" if request.url.path == CHAT_PATH else "prompt"))
+        return answer(request, failure_of(error, "messages" if request.url.path == CHAT_PATH else "prompt"))
 
     @app.exception_handler(HttpError)
-    async def http(_: Request, error: HttpError) -> Response:
-        return answer(error.failure)
+    async def http(request: Request, error: HttpError) -> Response:
+        return answer(request, error.failure)
 
     @app.exception_handler(HTTPException)
     async def routing(request: Request, error: HTTPException) -> Response:
-        message = f"{error.detail}: {request.method} {request.url.path}"
-        return answer(Failure(error.status_code, message, code="unknown_url", headers=dict(error.headers or {})))
+        message = f"{error.detail}: {cut(request.method)} {cut(request.url.path, 200)}"
+        return answer(
+            request, Failure(error.status_code, message, code="unknown_url", headers=dict(error.headers or {}))
+        )
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return answer(Failure(400, str(error), code="invalid_value"))
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return answer(request, Failure(400, str(error), code="invalid_value"))
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, __: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nginx's number for a client that disconnected; nobody reads it
 
     @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> Response:
-        return answer(Failure(500, f"internal error: {type(error).__name__}", "server_error", code="internal_error"))
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return answer(
+            request, Failure(500, f"internal error: {type(error).__name__}", "server_error", code="internal_error")
+        )

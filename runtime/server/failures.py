@@ -1,17 +1,21 @@
-"""Errors as HTTP answers in OpenAI's format. Owns the status, type and code of each error."""
+"""Errors as HTTP answers in OpenAI's format. Owns the status, type and code of each error, and its line in the log."""
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import dataclass, field
 
 from starlette.responses import Response
 
 from flexspec.errors import CapacityError, EngineError, FlexspecError, QueueFullError, RequestError
 from flexspec.runtime.server.openai import error_body, to_json
-from flexspec.runtime.server.refusals import UnsupportedError
+from flexspec.runtime.server.refusals import UnsupportedError, cut, shown
 
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
+_MOST_TEXT = 2000  # characters of a message, however much of a request an error quotes
+_LOG = logging.getLogger("flexspec.server")
 NO_REASON = "the engine gave no reason"
 
 
@@ -25,10 +29,18 @@ class Failure:
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    counted: tuple[str, ...] = ()  # the parameters at fault, as metrics name them
 
     def response(self) -> Response:
-        body = to_json(error_body(self.message, self.kind, self.param, self.code))
+        param = None if self.param is None else cut(self.param, 200)
+        body = to_json(error_body(cut(self.message, _MOST_TEXT), self.kind, param, self.code))
         return Response(body, self.status, dict(self.headers), "application/json")
+
+
+def log_failure(failure: Failure, method: str, path: str) -> None:
+    """One line for a request that was refused or failed, with all parameters at fault."""
+    at_fault = f" ({', '.join(failure.counted)})" if failure.counted else ""
+    _LOG.warning("flexspec: %s %s: %d %s%s", cut(method), shown(path), failure.status, failure.code, at_fault)
 
 
 class HttpError(Exception):
@@ -44,10 +56,11 @@ def failure_of(error: FlexspecError, prompt_param: str = "prompt") -> Failure:
     message = str(error)
     match error:
         case UnsupportedError():
-            return Failure(400, message, param=error.param, code="unsupported_parameter")
+            return Failure(400, message, param=error.param, code="unsupported_parameter", counted=error.counted)
         case RequestError():
             param = prompt_param if error.param == "prompt" else error.param  # the engine has no notion of chats
-            return Failure(400, message, param=param, code="invalid_value")
+            counted = () if param is None else (re.sub(r"\[\d+\]", "", param),)
+            return Failure(400, message, param=param, code="invalid_value", counted=counted)
         case QueueFullError():
             wait = {"Retry-After": str(error.retry_after_s)}
             return Failure(503, message, _SERVER, code="queue_full", headers=wait)
@@ -61,7 +74,7 @@ def failure_of(error: FlexspecError, prompt_param: str = "prompt") -> Failure:
 
 def wrong_model(asked: str, served: str) -> HttpError:
     """404: the request names a model that is not served."""
-    message = f"The model {asked!r} is not served here. Fix: send model={served!r} (GET /v1/models lists it)"
+    message = f"The model {cut(asked)!r} is not served here. Fix: send model={served!r} (GET /v1/models lists it)"
     return HttpError(Failure(404, message, param="model", code="model_not_found"))
 
 

@@ -32,8 +32,12 @@ class Metrics:
             "flexspec_requests", "Requests that ended in the engine", ["finish_reason"], registry=registry
         )
         self._refused = Counter(
-            "flexspec_requests_refused", "HTTP requests answered with an error", ["status"], registry=registry
+            "flexspec_requests_refused", "HTTP requests answered with an error", ["status", "code"], registry=registry
         )
+        self._at_fault = Counter(
+            "flexspec_parameters_refused", "Parameters for which requests were refused", ["parameter"],
+            registry=registry,
+        )  # fmt: skip
         self._prompt = Counter("flexspec_prompt_tokens", "Prompt tokens of ended requests", registry=registry)
         self._generated = Counter("flexspec_generated_tokens", "Completion tokens of ended requests", registry=registry)
         self._first_token = Histogram(
@@ -92,9 +96,11 @@ class Metrics:
         if stats.completion_tokens > 1:
             self._output_token.observe(stats.decode_s / (stats.completion_tokens - 1))
 
-    def record_refused(self, status: int) -> None:
-        """One HTTP request was answered with an error status."""
-        self._refused.labels(str(status)).inc()
+    def record_refused(self, status: int, code: str | None, parameters: Sequence[str] = ()) -> None:
+        """One HTTP request was answered with an error status; ``parameters`` at fault have names of bounded variety."""
+        self._refused.labels(str(status), str(code)).inc()
+        for parameter in parameters:
+            self._at_fault.labels(parameter).inc()
 
     def set_pages(self, free: int, total: int) -> None:
         """State of the KV pool."""

@@ -104,15 +104,22 @@ def usage(prompt_tokens: int, stats: Sequence[RequestStats]) -> Json:
     rounds = sum(item.rounds for item in stats)
     from_rounds = sum(max(0, item.completion_tokens - 1) for item in stats)
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion,
-        "total_tokens": prompt_tokens + completion,
+        **counts(prompt_tokens, completion),
         "flexspec": {
             "rounds": rounds,
             "drafted": sum(item.drafted for item in stats),
             "accepted": sum(item.accepted for item in stats),
             "tokens_per_round": round(from_rounds / rounds, 4) if rounds else None,
         },
+    }
+
+
+def counts(prompt_tokens: int, completion_tokens: int) -> Json:
+    """OpenAI's counts of an answer."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
     }
 
 

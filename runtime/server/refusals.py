@@ -1,98 +1,80 @@
-"""Parameters that are not offered: each is refused by name, none is ignored.
-
-Owns the table of OpenAI parameters that are not offered, and of their values without effect, which clients send by
-habit and which are therefore accepted.
-"""
+"""Parameters that are not offered: all of a request are refused at once by name, none is ignored."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from flexspec.errors import RequestError
+from flexspec.runtime.server.neutral import NeutralValues
 
-_BOTH: dict[str, tuple[object, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-}
-
-# Values without effect, besides null.
-CHAT_NEUTRAL: dict[str, tuple[object, ...]] = {
-    **_BOTH,
-    "audio": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "prompt_cache_key": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (),
-    "verbosity": (),
-    "web_search_options": (),
-}
-
-TEXT_NEUTRAL: dict[str, tuple[object, ...]] = {
-    **_BOTH,
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-}
-
-# Keys of a chat message that OpenAI's answers carry and that clients send back in the next turn.
-MESSAGE_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "name": (),
-    "reasoning_content": (),
-    "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
-}
+_MOST_NAMED = 16  # in one message
 
 
 class UnsupportedError(RequestError):
-    """A parameter or value that this server does not offer, or an unknown one."""
+    """Parameters or values that this server does not offer. ``counted`` has a name of bounded variety for each."""
+
+    def __init__(
+        self, found: str, expected: str, fix: str, *, param: str | None = None, counted: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(found, expected, fix, param=param)
+        self.counted = counted
 
 
-def refuse_others(
-    body: Mapping[str, object], offered: Collection[str], neutral: Mapping[str, tuple[object, ...]], where: str = ""
-) -> None:
-    """Refuse the first key of ``body`` that is neither offered nor neutral. Raises UnsupportedError naming it.
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """One key that asks for something that is not offered."""
 
-    ``where`` is the path in front of the key, such as ``messages[0].``.
+    param: str  # with its place, such as messages[0].audio
+    counted: str  # for metrics: messages.audio, or messages.unknown for what no table has
+    found: str
+
+
+def refused_keys(
+    body: Mapping[str, object], offered: Collection[str], neutral: NeutralValues, where: str = "", counted: str = ""
+) -> list[Refused]:
+    """The keys of ``body`` that are neither offered, nor null, nor neutral.
+
+    ``where`` is the path in front of the key, such as ``messages[0].``; ``counted`` the same without numbers.
     """
+    refused = []
     for key, value in body.items():
-        if key in offered or (key in neutral and (value is None or _has_no_effect(value, neutral[key]))):
+        if value is None or key in offered or (key in neutral and neutral[key](value, body)):
             continue
-        name = where + key
-        if key not in neutral:
-            raise UnsupportedError(
-                f"unknown parameter {name!r}", f"one of {', '.join(sorted(offered))}", f"leave {name} out", param=name
-            )
-        raise UnsupportedError(
-            f"{name}={shown(value)}", "a request without it: it is not offered", f"leave {name} out", param=name
-        )
+        param = where + cut(key)
+        if key in neutral:
+            refused.append(Refused(param, counted + key, f"{param}={shown(value)}, which is not offered"))
+        else:
+            refused.append(Refused(param, counted + "unknown", f"unknown parameter {param!r}"))
+    return refused
+
+
+def refuse(refused: list[Refused]) -> None:
+    """Raise UnsupportedError naming all of ``refused``, if there are any."""
+    if not refused:
+        return
+    named = refused[:_MOST_NAMED]
+    more = f" and {len(refused) - len(named)} more" if len(refused) > len(named) else ""
+    names = ", ".join(item.param for item in named)
+    raise UnsupportedError(
+        "; ".join(item.found for item in named) + more,
+        "parameters that docs/http.md lists as offered, or values that ask for nothing",
+        f"leave {names}{more} out",
+        param=named[0].param,
+        counted=tuple(dict.fromkeys(item.counted for item in refused)),
+    )
+
+
+def cut(text: str, most: int = 80) -> str:
+    """``text`` cut to a length that fits an error message."""
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def shown(value: object) -> str:
-    """``repr`` cut to a length that fits an error message."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """``repr`` cut to a length that fits an error message; the value is not read beyond that."""
+    return cut(_SHORT.repr(value))
 
 
-def _has_no_effect(value: object, neutral: tuple[object, ...]) -> bool:
-    # Not plain equality: False == 0 in Python, but logprobs=0 asks for something and logprobs=false does not.
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80

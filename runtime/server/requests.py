@@ -7,15 +7,24 @@ client that leaves it out gets what it gets elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, Protocol, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from flexspec.errors import RequestError, TokenizerError
-from flexspec.runtime.server.messages import parse_messages, refuse_unencodable
-from flexspec.runtime.server.refusals import CHAT_NEUTRAL, TEXT_NEUTRAL, UnsupportedError, refuse_others, shown
+from flexspec.runtime.engine.api import check_prompt_ids
+from flexspec.runtime.server.context_limit import check_fits
+from flexspec.runtime.server.messages import (
+    Message,
+    parse_messages,
+    refuse_unencodable,
+    refused_message_keys,
+    spell_tool_turns,
+)
+from flexspec.runtime.server.neutral import CHAT_NEUTRAL, STREAM_NEUTRAL, TEXT_NEUTRAL, NeutralValues
+from flexspec.runtime.server.refusals import Refused, refuse, refused_keys, shown
 from flexspec.sampling import SamplingParams, sampling_fields
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat answer may use the rest of the context
@@ -23,15 +32,23 @@ _SEED_SPAN = 2**64
 
 
 class Tokenizer(Protocol):
-    """Text to token ids; ``add_special`` puts the tokens that begin a document (BOS) in front, if missing."""
+    """Text to token ids and back; ``add_special`` puts the tokens that begin a document (BOS) in front, if missing."""
+
+    @property
+    def vocab_size(self) -> int: ...
 
     def encode(self, text: str, add_special: bool) -> list[int]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
 
 
 class ChatRenderer(Protocol):
     """A chat to the text the model was trained on, with its special tokens; BOS only if the template writes it."""
 
-    def render(self, messages: list[dict[str, str]]) -> str: ...
+    @property
+    def knows_tools(self) -> bool: ...
+
+    def render(self, messages: Sequence[Message]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +81,16 @@ class GenerationRequest:
     prompt_tokens: int  # each prompt counted once, however many choices it has
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False  # every chunk of a stream has the usage so far
+    echoes: tuple[str, ...] = ()  # the text in front of each choice
 
 
 class StreamOptions(BaseModel):
-    """``include_usage`` adds a last chunk with the usage."""
+    """``include_usage`` adds a last chunk with the usage; with ``continuous_usage_stats`` every chunk has it so far."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True)
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
+    continuous_usage_stats: bool = False
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -84,6 +103,10 @@ def _with_sampling_fields(body: type[Body]) -> type[Body]:
     return create_model(body.__name__, __base__=body, __doc__=body.__doc__, **missing)  # type: ignore[call-overload, no-any-return]
 
 
+def _off(top_k: object) -> object:
+    return 0 if top_k == -1 else top_k  # vLLM's spelling of "all tokens"
+
+
 @_with_sampling_fields
 class GenerateBody(BaseModel):
     """Parameters of both endpoints: every field of SamplingParams, of which those that differ in HTTP are declared."""
@@ -91,7 +114,9 @@ class GenerateBody(BaseModel):
     model_config = ConfigDict(strict=True)
     model: str
     max_tokens: int | None = None
+    max_completion_tokens: int | None = Field(default=None, description="the newer name of max_tokens")
     temperature: float = 1.0
+    top_k: Annotated[int, BeforeValidator(_off)] = 0
     seed: int | None = None
     stop: str | list[str] | None = None
     n: int = Field(default=1, ge=1, le=1024)
@@ -101,16 +126,16 @@ class GenerateBody(BaseModel):
 
 
 class ChatBody(GenerateBody):
-    """POST /v1/chat/completions. ``max_completion_tokens`` is the newer name of ``max_tokens``."""
+    """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
 
 
 class CompletionBody(GenerateBody):
     """POST /v1/completions. The prompt is checked by ``parse_prompts``: its union is too wide for good messages."""
 
     prompt: Any = Field(json_schema_extra={"description": "string, strings, token ids, or lists of token ids"})
+    echo: bool = False
 
 
 def read_chat(
@@ -120,46 +145,58 @@ def read_chat(
 
     ``chat`` None: the model has no chat template, and every chat is refused.
     """
-    parsed = _validate(ChatBody, body, CHAT_NEUTRAL)
-    messages = parse_messages(parsed.messages)
+    parsed = _validate(ChatBody, body, CHAT_NEUTRAL, refused_message_keys(body.get("messages")))
+    prompt = render_prompt(parse_messages(parsed.messages), tokenizer, chat)
+    return _build_request("chat", parsed, [prompt], limits.default_max_tokens, limits)
+
+
+def render_prompt(messages: list[Message], tokenizer: Tokenizer, chat: ChatRenderer | None) -> list[int]:
+    """Token ids of the prompt for the next turn of a chat. Raises RequestError if the model has no such chats."""
     if chat is None:
         raise RequestError(
             "a chat for a model without a chat template", "a prompt", "use /v1/completions", param="messages"
         )
     try:
-        text = chat.render(messages)
+        text = chat.render(messages if chat.knows_tools else spell_tool_turns(messages))
     except TokenizerError as error:
         raise RequestError(error.found, error.expected, error.fix, param="messages") from error
     # BOS exactly once: some templates write it, others leave it to the tokenizer, which adds it only if missing. A
     # second one would shift the whole prompt (vllm#9519).
-    prompt = tokenizer.encode(text, True)
-    name = "max_tokens"
-    max_tokens = parsed.max_tokens
-    if parsed.max_completion_tokens is not None:
-        if max_tokens not in (None, parsed.max_completion_tokens):
-            raise RequestError(
-                f"max_tokens={max_tokens} and max_completion_tokens={parsed.max_completion_tokens}",
-                "one limit", "send max_completion_tokens only", param="max_completion_tokens",
-            )  # fmt: skip
-        max_tokens, name = parsed.max_completion_tokens, "max_completion_tokens"
-    if max_tokens is None:
-        rest = max(1, limits.context_tokens - len(prompt))
-        max_tokens = min(rest, limits.default_max_tokens or rest)
-    return _build_request("chat", parsed, [prompt], max_tokens, name, limits)
+    return tokenizer.encode(text, True)
 
 
 def read_completion(body: Mapping[str, object], tokenizer: Tokenizer, limits: ServerLimits) -> GenerationRequest:
     """Check a completion body and tokenize it. Raises RequestError with the parameter's name."""
     parsed = _validate(CompletionBody, body, TEXT_NEUTRAL)
-    prompts = parse_prompts(parsed.prompt, lambda text: tokenizer.encode(text, True), limits)
-    max_tokens = COMPLETION_MAX_TOKENS if parsed.max_tokens is None else parsed.max_tokens
-    return _build_request("text", parsed, prompts, max_tokens, "max_tokens", limits)
+    prompts = parse_prompts(parsed.prompt, limits)
+    token_lists = [tokenizer.encode(item, True) if isinstance(item, str) else item for item in prompts]
+    echoes = [_echo(prompt, tokenizer) for prompt in prompts] if parsed.echo else []
+    return _build_request("text", parsed, token_lists, COMPLETION_MAX_TOKENS, limits, echoes)
 
 
-def parse_prompts(prompt: object, encode: Callable[[str], list[int]], limits: ServerLimits) -> list[list[int]]:
-    """Token ids of each prompt; accepts a string, strings, token ids, lists of token ids. Raises RequestError."""
+def _echo(prompt: str | list[int], tokenizer: Tokenizer) -> str:
     if isinstance(prompt, str):
-        prompts: list[object] = [prompt]
+        return prompt
+    check_prompt_ids(prompt, tokenizer.vocab_size)
+    return tokenizer.decode(prompt)
+
+
+def _asked_tokens(parsed: GenerateBody) -> tuple[int | None, str]:
+    """The length that the request names, if it does, and the name that it uses for it."""
+    if parsed.max_completion_tokens is None:
+        return parsed.max_tokens, "max_tokens"
+    if parsed.max_tokens not in (None, parsed.max_completion_tokens):
+        raise RequestError(
+            f"max_tokens={parsed.max_tokens} and max_completion_tokens={parsed.max_completion_tokens}",
+            "one limit", "send max_completion_tokens only", param="max_completion_tokens",
+        )  # fmt: skip
+    return parsed.max_completion_tokens, "max_completion_tokens"
+
+
+def parse_prompts(prompt: object, limits: ServerLimits) -> list[str] | list[list[int]]:
+    """Each prompt of a string, strings, token ids, or lists of token ids. Raises RequestError for anything else."""
+    if isinstance(prompt, str):
+        prompts: list[Any] = [prompt]
     elif isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
         prompts = [prompt]
     elif isinstance(prompt, list) and prompt:
@@ -170,17 +207,12 @@ def parse_prompts(prompt: object, encode: Callable[[str], list[int]], limits: Se
         raise RequestError(
             f"{len(prompts)} prompts", f"at most {limits.max_choices}", "send fewer prompts per request", param="prompt"
         )
-    kind = type(prompts[0])
-    token_lists: list[list[int]] = []
-    for item in prompts:
-        if isinstance(item, str) and kind is str:
+    if all(isinstance(item, str) for item in prompts):
+        for item in prompts:
             refuse_unencodable(item, "prompt")
-            token_lists.append(encode(item))
-        elif isinstance(item, list) and kind is list and all(type(token) is int for token in item):
-            token_lists.append(item)
-        else:
-            raise _bad_prompt(prompt)
-    return token_lists
+    elif not all(isinstance(item, list) and all(type(token) is int for token in item) for item in prompts):
+        raise _bad_prompt(prompt)
+    return prompts
 
 
 def _bad_prompt(prompt: object) -> RequestError:
@@ -193,27 +225,41 @@ def _bad_prompt(prompt: object) -> RequestError:
 def _build_request(
     kind: Literal["chat", "text"],
     parsed: GenerateBody,
-    prompts: list[list[int]],
-    max_tokens: int,
-    max_tokens_name: str,
+    prompts: Sequence[list[int]],
+    default_max_tokens: int | None,
     limits: ServerLimits,
+    echoes: Sequence[str] = (),
 ) -> GenerationRequest:
+    """``default_max_tokens`` is for a request that names no length; it gives way to the context, None is the rest."""
     if len(prompts) * parsed.n > limits.max_choices:
         raise RequestError(
             f"{len(prompts)} prompts with n={parsed.n}", f"at most {limits.max_choices} choices", "send a smaller n",
             param="n",
         )  # fmt: skip
+    longest = max(map(len, prompts))
+    rest = max(1, min(limits.context_tokens - longest, int(sampling_fields()["max_tokens"].high or 0)))
+    asked, name = _asked_tokens(parsed)
+    max_tokens = min(rest, default_max_tokens or rest) if asked is None else asked
+    params = [_params(parsed, max_tokens, name, nth) for nth in range(parsed.n)]
+    check_fits(longest, asked, limits.context_tokens)
     options = parsed.stream_options
-    if options is not None and not parsed.stream:
+    if options is not None and options.include_usage and not parsed.stream:
         raise RequestError(
             "stream_options without stream", "stream=true", "leave stream_options out", param="stream_options"
         )
-    params = [_params(parsed, max_tokens, max_tokens_name, nth) for nth in range(parsed.n)]
     samples = tuple(
         Sample(place * parsed.n + nth, ids, params[nth]) for place, ids in enumerate(prompts) for nth in range(parsed.n)
     )
-    usage = options is not None and options.include_usage
-    return GenerationRequest(kind, parsed.model, samples, sum(map(len, prompts)), parsed.stream, usage)
+    return GenerationRequest(
+        kind,
+        parsed.model,
+        samples,
+        sum(map(len, prompts)),
+        parsed.stream,
+        include_usage=options is not None and options.include_usage,
+        continuous_usage=options is not None and options.include_usage and options.continuous_usage_stats,
+        echoes=tuple(text for text in echoes for _ in range(parsed.n)),
+    )
 
 
 def _params(parsed: GenerateBody, max_tokens: int, max_tokens_name: str, nth: int) -> SamplingParams:
@@ -241,25 +287,29 @@ def _params(parsed: GenerateBody, max_tokens: int, max_tokens_name: str, nth: in
         raise
 
 
-def _validate(shape: type[Body], body: Mapping[str, object], neutral: Mapping[str, tuple[object, ...]]) -> Body:
-    refuse_others(body, shape.model_fields, neutral)
+def _validate(
+    shape: type[Body], body: Mapping[str, object], neutral: NeutralValues, refused: Sequence[Refused] = ()
+) -> Body:
+    """``body`` as ``shape``. Names all keys that are not offered at once, ``refused`` (found elsewhere) among them."""
     values = {key: value for key, value in body.items() if key in shape.model_fields and value is not None}
+    options = values.get("stream_options")
+    others: list[Refused] = []
+    if isinstance(options, dict):
+        others = refused_keys(options, StreamOptions.model_fields, STREAM_NEUTRAL, "stream_options.", "stream_options.")
+        values["stream_options"] = {key: value for key, value in options.items() if value is not None}
+    refuse([*refused_keys(body, shape.model_fields, neutral), *others, *refused])
     try:
         return shape.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise _type_error(first["loc"], first["type"], first["msg"], first["input"], shape) from None
+        raise _type_error(first["loc"], first["type"], first["msg"], first["input"]) from None
 
 
-def _type_error(
-    where: tuple[int | str, ...], kind: str, message: str, value: object, shape: type[BaseModel]
-) -> RequestError:
+def _type_error(where: tuple[int | str, ...], kind: str, message: str, value: object) -> RequestError:
     name = str(where[0])
     if name == "stream_options" and len(where) > 1:
         name = f"stream_options.{where[1]}"
     if kind == "missing":
         return RequestError(f"no {name}", f"a value for {name}", f"send {name}", param=name)
-    if kind in ("extra_forbidden", "literal_error"):
-        return UnsupportedError(f"{name}={shown(value)}", "an offered option", f"leave {name} out", param=name)
     expected = "a string or a list of strings" if name == "stop" else message[0].lower() + message[1:]
     return RequestError(f"{name}={shown(value)}", expected, f"send {name} with that type", param=name)

@@ -41,6 +41,11 @@ class ChatRenderer:
         self._specials = dict(specials)
         _compile(template)
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template writes an assistant's calls of tools; one that does not would drop them."""
+        return "tool_calls" in self._template
+
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt that asks for the assistant's next turn. Raises RequestError if the template refuses."""
         return render_chat(self._template, messages, add_generation_prompt=True, **self._specials)

@@ -21,7 +21,7 @@ SAMPLING_VALUES = {
         0.5, ("--temperature", "0.5"), refused=(-0.1, 2.1, float("nan"), float("inf"), "1", True, [1])
     ),
     "top_p": Values(0.5, ("--top-p", "0.5"), refused=(-0.1, 1.1)),
-    "top_k": Values(2, ("--top-k", "2"), refused=(-1, 1.5, 10**400)),
+    "top_k": Values(2, ("--top-k", "2"), refused=(-2, 1.5, 10**400)),
     "min_p": Values(0.5, ("--min-p", "0.5"), refused=(-0.1, 1.1)),
     "seed": Values(-3, ("--seed", "-3"), refused=(2**64, 1.5, "1")),
     "stop": Values(("a", "b"), ("--stop", "a", "--stop", "b"), refused=("", [""], ["x"] * 17, 3, [3], "\ud83d")),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flexspec.runtime.engine.api import Delta, EngineLoad, OnDelta, RequestStats, check_prompt_ids
 from flexspec.sampling import SamplingParams
@@ -163,17 +164,24 @@ class ScriptedEngine:
 class ByteTokenizer:
     """UTF-8 bytes as ids; BOS for a leading "<bos>", or in front when asked, once."""
 
+    vocab_size = BOS + 1
+
     def encode(self, text: str, add_special: bool) -> list[int]:
         written = text.startswith("<bos>")
         return [BOS] * (add_special or written) + list(text.removeprefix("<bos>").encode("utf-8"))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(token for token in ids if token < BOS).decode("utf-8", "replace")
 
 
 class PlainChat:
     """A template with one line a message, which leaves BOS to the tokenizer unless ``bos`` is given."""
 
+    knows_tools = False
+
     def __init__(self, bos: str = "") -> None:
         self._bos = bos
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         lines = "".join(f"<{message['role']}>{message['content']}\n" for message in messages)
         return f"{self._bos}{lines}<assistant>"

@@ -21,7 +21,7 @@ MODEL = "tiny/scripted"
 
 @pytest.fixture
 def limits() -> ServerLimits:
-    return ServerLimits(context_tokens=512, max_choices=16, max_body_bytes=100_000)
+    return ServerLimits(context_tokens=2 * 10**6, max_choices=16, max_body_bytes=100_000)
 
 
 @pytest.fixture

@@ -176,7 +176,7 @@ def test_nothing_is_taken_while_stopping(engine: ScriptedEngine, make_app: MakeA
 def test_metrics_are_served_with_the_load_of_now(gated_engine: ScriptedEngine, make_app: MakeApp) -> None:
     app = make_app(gated_engine)
     gated_engine.submit([1], SamplingParams(), lambda delta: None)
-    call(app, "POST", TEXT, json={**ASK, "echo": True})
+    call(app, "POST", TEXT, json={**ASK, "logprobs": 1})
     response = call(app, "GET", "/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     values = {
@@ -185,4 +185,5 @@ def test_metrics_are_served_with_the_load_of_now(gated_engine: ScriptedEngine, m
         for sample in family.samples
     }
     assert values["flexspec_requests_running",] == 1
-    assert values["flexspec_requests_refused_total", "400"] == 1
+    assert values["flexspec_requests_refused_total", "unsupported_parameter", "400"] == 1
+    assert values["flexspec_parameters_refused_total", "logprobs"] == 1

@@ -68,11 +68,14 @@ def test_gauges_and_steps(metrics: Metrics) -> None:
     metrics.set_load(3, 2)
     metrics.record_step(0.02, "verify")
     metrics.record_step(0.04, "verify")
-    metrics.record_refused(503)
+    metrics.record_refused(503, "queue_full")
+    metrics.record_refused(400, "unsupported_parameter", ("tools", "logprobs"))
     assert total(metrics, "flexspec_kv_pages_free") == 30 and total(metrics, "flexspec_kv_pages_total") == 64
     assert total(metrics, "flexspec_requests_running") == 3 and total(metrics, "flexspec_requests_queued") == 2
     assert total(metrics, "flexspec_step_seconds_sum", kind="verify") == pytest.approx(0.06)
-    assert total(metrics, "flexspec_requests_refused_total", status="503") == 1
+    assert total(metrics, "flexspec_requests_refused_total", status="503", code="queue_full") == 1
+    assert total(metrics, "flexspec_parameters_refused_total") == 2
+    assert total(metrics, "flexspec_parameters_refused_total", parameter="tools") == 1
 
 
 def test_threads_lose_no_counts(metrics: Metrics) -> None:

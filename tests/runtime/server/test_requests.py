@@ -10,12 +10,16 @@ import pytest
 from sampling_values import SAMPLING_VALUES
 from scripted_engine import BOS, ByteTokenizer, PlainChat
 
-from flexspec.errors import RequestError, TokenizerError
-from flexspec.runtime.server.refusals import CHAT_NEUTRAL, MESSAGE_NEUTRAL, TEXT_NEUTRAL, UnsupportedError
+from flexspec.errors import CapacityError, RequestError, TokenizerError
 from flexspec.runtime.server.requests import GenerateBody, GenerationRequest, ServerLimits, read_chat, read_completion
 from flexspec.sampling import SamplingParams, sampling_fields
 
 HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def limits() -> ServerLimits:
+    return ServerLimits(context_tokens=512, max_choices=16)
 
 
 def chat(limits: ServerLimits, **body: Any) -> GenerationRequest:
@@ -71,7 +75,7 @@ OUT_OF_RANGE: dict[str, Sequence[Any]] = {
     "n": [0, 17, "2", 1.0],
     "stream": ["yes", 1],
     "user": [3],
-    "stream_options": [{"include_usage": True}],  # without stream
+    "stream_options": [{"include_usage": True}, 3],  # without stream
 }
 
 
@@ -81,31 +85,6 @@ def test_bad_values_are_refused_by_name(call: Any, name: str, value: Any, limits
     error = refused(call, limits, **{name: value})
     assert error.param == name
     assert name in str(error)
-
-
-@pytest.mark.parametrize("call", [chat, text])
-def test_every_parameter_that_is_not_offered_is_refused_and_its_neutral_values_are_not(
-    call: Any, limits: ServerLimits
-) -> None:
-    table = CHAT_NEUTRAL if call is chat else TEXT_NEUTRAL
-    for name, neutral in table.items():
-        for value in (None, *neutral):
-            assert call(limits, **{name: value}).samples
-        error = refused(call, limits, **{name: {"some": "thing"}})
-        assert isinstance(error, UnsupportedError) and error.param == name
-
-
-def test_logprobs_zero_asks_for_something_although_it_equals_false(limits: ServerLimits) -> None:
-    assert text(limits, logprobs=False).samples
-    assert refused(text, limits, logprobs=0).param == "logprobs"
-    assert refused(text, limits, echo=True).param == "echo"
-
-
-@pytest.mark.parametrize("call", [chat, text])
-def test_unknown_names_are_refused_even_when_null(call: Any, limits: ServerLimits) -> None:
-    error = refused(call, limits, temprature=None)
-    assert isinstance(error, UnsupportedError) and error.param == "temprature"
-    assert refused(call, limits, stream=True, stream_options={"other": 1}).param == "stream_options.other"
 
 
 def test_missing_parameters_are_named(limits: ServerLimits) -> None:
@@ -121,17 +100,46 @@ def test_max_completion_tokens_is_max_tokens_under_its_new_name(limits: ServerLi
     assert refused(chat, limits, max_completion_tokens=5, max_tokens=6).param == "max_completion_tokens"
     error = refused(chat, limits, max_completion_tokens=0)
     assert error.param == "max_completion_tokens" and "max_completion_tokens=0" in str(error)
-    assert refused(text, limits, max_completion_tokens=5).param == "max_completion_tokens"
+    assert text(limits, max_completion_tokens=5).samples[0].params.max_tokens == 5
 
 
 def test_the_default_length_of_a_chat_answer_can_be_capped(limits: ServerLimits) -> None:
     capped = ServerLimits(limits.context_tokens, default_max_tokens=40)
     assert chat(capped).samples[0].params.max_tokens == 40
     assert chat(capped, max_tokens=50).samples[0].params.max_tokens == 50
-    long = [{"role": "user", "content": "x" * 2 * limits.context_tokens}]
-    assert (
-        chat(capped, messages=long).samples[0].params.max_tokens == 1
-    )  # the engine refuses it; here it must not crash
+
+
+def test_a_default_length_gives_way_to_the_context(limits: ServerLimits) -> None:
+    long = "x" * (limits.context_tokens - 4)  # and BOS
+    assert text(limits, prompt=long).samples[0].params.max_tokens == 3
+    assert text(limits, prompt=long, max_tokens=3).samples
+
+
+FULL = "This model's maximum context length is 512 tokens. However, "
+
+
+@pytest.mark.parametrize(
+    ("length", "asked", "words"),
+    [
+        (511, {}, "your prompt has 512 tokens"),
+        (600, {"max_tokens": 5}, "your prompt has 601 tokens"),
+        (508, {"max_tokens": 4}, "you requested 513 tokens (509 in the prompt, 4 in the completion)"),
+        (1, {"max_completion_tokens": 511}, "you requested 513 tokens (2 in the prompt, 511 in the completion)"),
+    ],
+)
+def test_what_does_not_fit_the_context_is_refused_in_openais_words(
+    length: int, asked: dict[str, int], words: str, limits: ServerLimits
+) -> None:
+    with pytest.raises(CapacityError) as caught:
+        text(limits, prompt=["a", "x" * length], **asked)
+    assert FULL + words in str(caught.value)
+
+
+def test_echo_puts_the_prompt_in_front_of_each_choice(limits: ServerLimits) -> None:
+    assert text(limits, prompt=["a", "b"], n=2, echo=True).echoes == ("a", "a", "b", "b")
+    assert text(limits, prompt=[BOS, 104, 105], echo=True).echoes == ("hi",)
+    assert text(limits, echo=False).echoes == ()
+    assert refused(text, limits, prompt=[10**30], echo=True).param == "prompt"
 
 
 @pytest.mark.parametrize("written", ["", "<bos>"], ids=["by the tokenizer", "by the template"])
@@ -175,40 +183,6 @@ def test_choices_of_several_prompts_are_numbered_and_seeded_alike(limits: Server
     assert seeds[:3] == seeds[3:] == [2**64 - 2, 2**64 - 1, 0]  # prompt b gets what it would get alone
     assert [sample.params.seed for sample in text(limits, n=2).samples] == [None, None]
     assert refused(text, limits, prompt=["a", "b"], n=9).param == "n"
-
-
-def test_text_parts_are_joined_and_habits_of_clients_let_through(limits: ServerLimits) -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    back = {"role": "assistant", "content": "yes", **dict.fromkeys(MESSAGE_NEUTRAL)}
-    ask = chat(limits, messages=[{"role": "system", "content": parts}, back])
-    assert bytes(ask.samples[0].prompt_ids[1:]) == b"<system>one\ntwo\n<assistant>yes\n<assistant>"
-
-
-MESSAGES: list[tuple[Any, str]] = [
-    ([], "messages"),
-    ("hello", "messages"),
-    (["hello"], "messages"),
-    ([{"role": "tool", "content": "x"}], "messages[0].role"),
-    ([{"role": "developer", "content": "x"}], "messages[0].role"),
-    ([{"role": ["user"], "content": "x"}], "messages[0].role"),
-    ([{"content": "x"}], "messages[0].role"),
-    ([HELLO[0], {"role": "user"}], "messages[1].content"),
-    ([{"role": "user", "content": None}], "messages[0].content"),
-    ([{"role": "user", "content": []}], "messages[0].content"),
-    ([{"role": "user", "content": "a\ud83d"}], "messages[0].content"),
-    ([{"role": "user", "content": "x", "name": "Eve"}], "messages[0].name"),
-    ([{"role": "user", "content": "x", "mood": None}], "messages[0].mood"),
-    ([{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}], "messages[0].content[0].type"),
-    ([{"role": "user", "content": [{"type": "text", "text": "x"}, "y"]}], "messages[0].content[1].type"),
-    ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "messages[0].content[0].text"),
-    ([{"role": "user", "content": [{"type": "text", "text": "x", "bold": 1}]}], "messages[0].content[0].bold"),
-]
-
-
-@pytest.mark.parametrize(("messages", "param"), MESSAGES, ids=repr)
-def test_bad_messages_are_refused_by_their_place(messages: Any, param: str, limits: ServerLimits) -> None:
-    assert refused(chat, limits, messages=messages).param == param
 
 
 def test_a_template_that_refuses_the_chat_is_the_requests_fault(limits: ServerLimits) -> None:
