@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from flexspec.runtime.engine.api import Delta, EngineClient, RequestStats
+from flexspec.runtime.server.connection import EVENTS
 from flexspec.runtime.server.drain import Drain
 from flexspec.runtime.server.failures import NO_REASON, engine_error, shutting_down
 from flexspec.runtime.server.openai import (
@@ -58,6 +59,7 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = Generation(self._engine, self._request.samples)
+        scope.setdefault("state", {})[EVENTS] = self._request.stream
         try:
             generation.submit()
             with self._drain.cutting(generation.cut):

@@ -72,6 +72,13 @@ def failure_of(error: FlexspecError, prompt_param: str = "prompt") -> Failure:
             return Failure(500, message, _SERVER, code=error.code)
 
 
+def malformed_http(problem: str, client: str) -> Response:
+    """400 for what is no HTTP; there is no request yet that handlers could answer."""
+    failure = Failure(400, problem, code="malformed_http")
+    log_failure(failure, "malformed HTTP from", client)
+    return failure.response()
+
+
 def wrong_model(asked: str, served: str) -> HttpError:
     """404: the request names a model that is not served."""
     message = f"The model {cut(asked)!r} is not served here. Fix: send model={served!r} (GET /v1/models lists it)"

@@ -35,6 +35,7 @@ def sse(value: Json) -> bytes:
 
 
 SSE_DONE = b"data: [DONE]\n\n"
+SSE_COMMENT = b":\n\n"  # readers skip it
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from flexspec.runtime.engine.api import EngineClient
 from flexspec.runtime.server.answer import CUT_WAIT_S
+from flexspec.runtime.server.connection import Connection
 from flexspec.runtime.server.drain import Drain
 from flexspec.runtime.server.listen import BACKLOG
 
@@ -44,7 +45,7 @@ class HttpServer(uvicorn.Server):
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http="h11",
+            http=Connection,
             ws="none",
             lifespan="off",
             backlog=BACKLOG,
