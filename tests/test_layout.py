@@ -25,6 +25,7 @@ from repository import (
     imported_names,
     layer_of,
     module_name,
+    parsed,
     python_files,
     tracked_files,
 )
@@ -140,7 +141,7 @@ def test_layers_import_downwards_only() -> None:
     wrong = []
     for path in python_files(*SOURCE_FOLDERS):
         layer = layer_of(module_name(path))
-        for name in imported_names(ast.parse((ROOT / path).read_text())):
+        for name in imported_names(parsed((ROOT / path).read_text())):
             if name.split(".")[0] == "flexspec" and LAYERS[layer_of(name)] > LAYERS[layer]:
                 wrong.append(f"{path} ({layer}) imports {name}")
     assert wrong == []
@@ -149,7 +150,7 @@ def test_layers_import_downwards_only() -> None:
 def test_heavy_libraries_are_imported_only_where_allowed() -> None:
     wrong = []
     for path in python_files(*SOURCE_FOLDERS, "benchmarks", "examples"):
-        for name in imports_when_imported(ast.parse((ROOT / path).read_text())):
+        for name in imports_when_imported(parsed((ROOT / path).read_text())):
             library = name.split(".")[0]
             if library in HEAVY and not may_import(path, library):
                 wrong.append(f"{path} imports {library}")
@@ -177,7 +178,7 @@ def test_files_and_functions_are_short() -> None:
     for path in python_files(*SOURCE_FOLDERS, "benchmarks", "examples"):
         text = (ROOT / path).read_text()
         files[str(path)] = len(text.splitlines())
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 functions[f"{path}::{node.name}"] = (node.end_lineno or node.lineno) - node.lineno + 1
     assert {name: n for name, n in files.items() if n > LONG_FILES.get(name, MAX_FILE_LINES)} == {}
@@ -191,6 +192,6 @@ def test_modules_say_what_they_own() -> None:
     silent = [
         str(path)
         for path in python_files(*SOURCE_FOLDERS, "benchmarks", "examples")
-        if (text := (ROOT / path).read_text().strip()) and not ast.get_docstring(ast.parse(text))
+        if (text := (ROOT / path).read_text().strip()) and not ast.get_docstring(parsed(text))
     ]
     assert silent == []

@@ -6,14 +6,13 @@ what each room owns.
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from pathlib import Path
 
 import networkx
 import pytest
 
-from repository import LINKED, ROOT, SOURCE_FOLDERS, imported_modules, module_name, python_files
+from repository import LINKED, ROOT, SOURCE_FOLDERS, imported_modules, module_name, parsed, python_files
 
 MOST_FILES = 15
 # A room may import rooms that stand before it in its row, and no others.
@@ -45,7 +44,7 @@ def arrows() -> list[tuple[str, str]]:
     return [
         (module_name(path), target)
         for path in paths
-        for target in imported_modules(ast.parse((ROOT / path).read_text()), known)
+        for target in imported_modules(parsed((ROOT / path).read_text()), known)
     ]
 
 

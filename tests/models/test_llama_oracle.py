@@ -20,6 +20,8 @@ from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.tree import TokenTree
 from flexspec.types import PAGE_TOKENS, DType
 
+pytestmark = pytest.mark.slow(reason="runs the models of transformers")
+
 SIZES = {
     "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
     "intermediate_size": 80, "rms_norm_eps": 1e-5, "max_position_embeddings": 256, "tie_word_embeddings": False,

@@ -28,6 +28,8 @@ from flexspec.runtime.reference.executor import ReferenceExecutor
 from flexspec.tree import TokenTree
 from flexspec.types import DType
 
+pytestmark = pytest.mark.slow(reason="runs the models of transformers")
+
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
     "intermediate_size": 80, "rms_norm_eps": 1e-5, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,

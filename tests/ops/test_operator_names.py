@@ -11,7 +11,7 @@ import ast
 from pathlib import Path
 
 from flexspec.ops.record import all_records
-from repository import ROOT, SOURCE_FOLDERS, python_files
+from repository import ROOT, SOURCE_FOLDERS, parsed, python_files
 
 HOME = ("flexspec/ops/*", "flexspec/builder.py", "compiler/passes/*", "kernels/cpu/emitters/*")
 WRITTEN = "writes nodes of these operators"
@@ -33,7 +33,7 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
 
 
 def names_in(path: Path, operators: set[str]) -> set[str]:
-    strings = (node.value for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Constant))
+    strings = (node.value for node in ast.walk(parsed((ROOT / path).read_text())) if isinstance(node, ast.Constant))
     return {value for value in strings if isinstance(value, str) and value in operators}
 
 

@@ -31,6 +31,12 @@ def python_files(*folders: str) -> list[Path]:
     return [path for path in tracked_files() if path.suffix == ".py" and path.parts[0] in folders]
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """The syntax tree of a source file's text, for reading: many rules look at every file."""
+    return ast.parse(source)
+
+
 def module_name(path: Path) -> str:
     """Import name of a source file: ``runtime/executors/step.py`` is ``flexspec.runtime.executors.step``."""
     parts = path.with_suffix("").parts

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from flexspec.compiler.artifact import layout
-from repository import ROOT, SOURCE_FOLDERS, python_files
+from repository import ROOT, SOURCE_FOLDERS, parsed, python_files
 
 SPELLED = re.compile(
     r"\b(manifest|model|plan|ranks|checks|tokenizer|meta)\.json|\.jinja|ngram\.safetensors|\.canonical|\.fsg\b"
@@ -29,7 +29,7 @@ ALLOWED = {
 
 def spelled(source: str) -> Iterator[str]:
     """Texts of a file that are no docstrings, help or examples of a command."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     docstrings = {
         id(node.body[0].value)
         for node in ast.walk(tree)

@@ -18,7 +18,7 @@ from flexspec.compiler.artifact.ssm_place import (
     place_named,
     place_of_ranks,
 )
-from repository import ROOT, python_files
+from repository import ROOT, parsed, python_files
 
 STAGES = ((4, 2), (0,))
 EVERY = (0, 1, 2, 4)
@@ -74,7 +74,7 @@ def test_no_other_file_asks_for_the_name_of_a_place() -> None:
         f"{path}:{value.lineno}: {value.value}"
         for path in python_files("compiler", "runtime")
         if path.parts[:2] != ("compiler", "frontends")  # reads files in which these words mean other things
-        for value in names_compared(ast.parse((ROOT / path).read_text()))
+        for value in names_compared(parsed((ROOT / path).read_text()))
         if isinstance(value, ast.Constant) and value.value in PLACES
     ]
     assert asking == []

@@ -21,7 +21,7 @@ from flexspec.compiler.prices.problem import Problem
 from flexspec.compiler.prices.rounds import Cut, Prices, round_cost
 from flexspec.errors import PlanError
 from flexspec.types import DType
-from repository import ROOT
+from repository import ROOT, parsed
 
 CONFIGS = ROOT / "examples" / "configs"
 CASES, PER_TEST = 360, 60
@@ -229,7 +229,7 @@ def test_prover_does_not_know_the_search() -> None:
         if module in seen or not module.startswith("flexspec.compiler.") or not path.is_file():
             continue
         seen.add(module)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 wanted += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
             elif isinstance(node, ast.Import):

@@ -14,6 +14,8 @@ from flexspec.kernels.gpu.package import format_rows, package_kernels, read_pack
 from flexspec.kernels.gpu.targets import target_of
 from flexspec.types import DType
 
+pytestmark = pytest.mark.slow(reason="Triton compiles in processes of its own")
+
 SMALL = AttentionVariant("incremental", 32, 1, 1, DType.BF16, 16)  # the quickest to compile
 TARGETS = ["sm_80", "sm_90", "gfx942"]
 
@@ -30,7 +32,6 @@ def compiled(cache: Path) -> tuple[CompiledVariant, ...]:
         return compile_variants([SMALL], TARGETS, cache_dir=cache)
 
 
-@pytest.mark.slow(reason="kernels compiled for every target")
 def test_binaries_fit_every_target(compiled: tuple[CompiledVariant, ...]) -> None:
     assert [each.target.name for each in compiled] == TARGETS
     for each in compiled:
@@ -44,7 +45,6 @@ def test_binaries_fit_every_target(compiled: tuple[CompiledVariant, ...]) -> Non
         assert [name for name, _ in each.kernels["attend"].meta["params"]][:3] == ["q", "k_cache", "v_cache"]
 
 
-@pytest.mark.slow(reason="Triton compiles in processes of its own")
 def test_second_compilation_reads_the_cache(
     compiled: tuple[CompiledVariant, ...], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +58,6 @@ def test_second_compilation_reads_the_cache(
         compile_variants([SMALL], TARGETS, cache_dir=cache)
 
 
-@pytest.mark.slow(reason="Triton compiles in processes of its own")
 def test_binaries_are_the_same_bytes_from_another_folder(compiled: tuple[CompiledVariant, ...], tmp_path: Path) -> None:
     again = compile_variant(SMALL, "sm_90", cache_dir=tmp_path / "somewhere" / "deeper")
     assert again == compiled[1]

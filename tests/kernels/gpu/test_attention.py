@@ -26,6 +26,8 @@ from flexspec.kernels.gpu.attention.launch import row_tiles
 from flexspec.kernels.gpu.attention.variant import TileConfig
 from flexspec.types import DType
 
+pytestmark = pytest.mark.slow(reason="interprets kernels")
+
 ONE_LOOP = tuple(replace(case, name=f"{case.name}, one loop") for case in edge_cases()[1:4])
 
 
@@ -44,7 +46,6 @@ def errors() -> Any:
     return interpreted(__file__, "case_errors")
 
 
-@pytest.mark.slow(reason="every variant in Triton's interpreter")
 @pytest.mark.parametrize("case", covering_cases() + edge_cases() + ONE_LOOP, ids=lambda case: case.label)
 def test_kernels_agree_with_float64(case: AttentionCase, errors: dict[str, float]) -> None:
     assert errors[case.label] <= case.limit
@@ -56,7 +57,6 @@ def bits() -> dict[str, bool]:
     return same_bits(bit_case(), SourceKernels(bit_case().variant(), TileConfig(32, 4, 2)), "cpu")
 
 
-@pytest.mark.slow(reason="interprets kernels")
 def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it() -> None:
     result = interpreted(__file__, "bits")
     assert len(result) == 17 and [name for name, same in result.items() if not same] == []

@@ -18,6 +18,8 @@ from flexspec.kernels.gpu.package import package_kernels, read_packaged
 from flexspec.ops import record
 from flexspec.types import DType, Role, TensorType
 
+pytestmark = pytest.mark.slow(reason="interprets kernels")
+
 SWIGLU = "x0 / (1.0f + fs_exp(-x0)) * x1"
 
 
@@ -128,7 +130,6 @@ def interpreted_errors() -> Any:
     return interpreted(__file__, "errors")
 
 
-@pytest.mark.slow(reason="interprets kernels")
 @pytest.mark.parametrize("op", [*sorted({case.op for case in check_cases(interpreted=True)}), "capped"])
 @pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])
 def test_kernels_agree_with_the_reference_in_float64(interpreted_errors: Any, op: str, dtype: DType) -> None:

@@ -23,6 +23,9 @@ from flexspec.tree import TokenTree
 Prefix = tuple[int, ...]
 
 
+pytestmark = pytest.mark.slow(reason="enumerates every draw")
+
+
 class Branches:
     """Decisions that follow a script and, behind its end, take the first branch of positive probability."""
 
@@ -182,7 +185,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow(reason="every outcome is enumerated: 15 s together")
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 @pytest.mark.parametrize(("method", "children", "V", "widths"), CASES)
 def test_joint_law_is_the_targets(method, children, V, widths, params) -> None:
@@ -280,7 +282,6 @@ def law_before_replacement(world, prefix, width, noise):
     return [(token, world.law("draft", prefix)) for token, _ in without_replacement(world, prefix, width, noise)]
 
 
-@pytest.mark.slow(reason="enumerates every draw")
 @pytest.mark.parametrize("method", ["mss", "traversal"])
 @pytest.mark.parametrize(
     ("children", "widths"),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from flexspec.cli.main import build_parser
 from flexspec.errors import RequestError
 from flexspec.runtime.backends.registry import _NO_BACKEND, DEFAULT_BACKEND, backend_of, backends
-from repository import ROOT, SOURCE_FOLDERS, python_files
+from repository import ROOT, SOURCE_FOLDERS, parsed, python_files
 
 DEVICE_NAMES = {"device", "processor"}
 # The files of backends, and of kernels that one kind of device runs.
@@ -23,7 +23,7 @@ OWN = ("runtime/backends/*", "kernels/gpu/*")
 
 def comparisons(source: str) -> Iterator[str]:
     """Places where a device, its type or its processor is compared with a text."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         operands: list[ast.expr] = []
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]

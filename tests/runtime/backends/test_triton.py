@@ -32,6 +32,8 @@ from flexspec.runtime.executors.room import Room
 from flexspec.types import DType, Role
 from flexspec.weight_formats.registry import weight_formats
 
+pytestmark = pytest.mark.slow(reason="interprets kernels in processes of their own")
+
 VARIANTS = ("tree_verify_d16_g2_w2_p32", "incremental_d16_g2_w2_p32")
 
 
@@ -58,7 +60,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(open_artifact(path), printed)
 
 
-@pytest.mark.slow(reason="a server's kernels in Triton's interpreter")
 @pytest.mark.parametrize("draft", gpu_serve.DRAFTS)
 def test_interpreted_kernels_give_the_tokens_of_the_cpu(made: Made, draft: str) -> None:
     right, ours = (gpu_serve.generate(made.root, device, draft, 6) for device in ("cpu", "interpret"))

@@ -17,6 +17,7 @@ from flexspec.runtime.engine.commit import Committed, commit
 from flexspec.runtime.engine.sequence import TokenSequence
 from flexspec.runtime.engine.stop_strings import StopMatcher
 from flexspec.sampling import SamplingParams
+from repository import parsed
 
 EOS = 256
 
@@ -260,7 +261,7 @@ def test_commit_alone_appends() -> None:
         path.name
         for folder in folders
         for path in folder.resolve().rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("append_committed", "_output_ids")
     }
     assert users == {"sequence.py", "commit.py"}

@@ -23,6 +23,8 @@ from flexspec.runtime.executors.triton_device import INTERPRETER
 from flexspec.tree import TokenTree
 from flexspec.types import PAGE_TOKENS, DType, Role
 
+pytestmark = pytest.mark.slow(reason="interprets kernels in processes of their own")
+
 CONFIG = ModelConfig(
     family="llama", vocab_size=61, hidden_size=48, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_size=64,
     norm_eps=1e-5, max_positions=256,
@@ -215,7 +217,6 @@ def reports() -> Any:
     return interpreted(__file__, "all_scenarios")
 
 
-@pytest.mark.slow(reason="a whole model in Triton's interpreter")
 @pytest.mark.parametrize("name", [run.__name__ for run in GREEDY])
 def test_greedy_tokens_equal_the_reference(reports: dict[str, Any], name: str) -> None:
     report = reports[name]
@@ -223,7 +224,6 @@ def test_greedy_tokens_equal_the_reference(reports: dict[str, Any], name: str) -
     assert report["difference"] < 2e-5
 
 
-@pytest.mark.slow(reason="starts a process that interprets kernels")
 def test_wrong_weights_and_bf16_in_the_interpreter_are_told(reports: dict[str, Any]) -> None:
     told = reports["refusals"]
     assert "FS302" in told["bf16"] and "interpreter" in told["bf16"]

@@ -21,6 +21,8 @@ from flexspec.runtime.tune.prompts import OPENINGS, ChatFrame, Text, plan_prompt
 from flexspec.types import DType, Role
 from flexspec.weight_formats.bf16 import to_bf16_bits
 
+pytestmark = pytest.mark.slow(reason="generates with torch")
+
 MODEL = ModelConfig("llama", 96, 16, 2, 2, 1, 8, 24, 1e-5, 512, tied_embeddings=True, eos_ids=(2,))
 FRAME = ChatFrame("<u>", "\x02\n<a>")
 CONFIG = GenerateConfig(

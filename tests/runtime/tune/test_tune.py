@@ -26,6 +26,8 @@ from flexspec.runtime.tune.llm import open_executor
 from flexspec.runtime.tune.run import tune
 from flexspec.types import DType, Role
 
+pytestmark = pytest.mark.slow(reason="trains with torch")
+
 CONFIG = TuneConfig(
     generate=GenerateConfig(shards=3, shard_size=8, batch=8, max_invented_tokens=6, max_passage_tokens=8,
                             max_prompt_tokens=200, max_answer_tokens=8),
@@ -89,7 +91,6 @@ def made(llm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-@pytest.mark.slow(reason="three runs of flexspec tune")
 def test_a_killed_run_ends_with_the_same_bytes(llm: Path, made: Path, tmp_path: Path) -> None:
     for stop_at in (("inventing and answering", 19), ("training", 4)):
         with pytest.raises(KeyboardInterrupt):
