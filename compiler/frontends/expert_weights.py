@@ -17,7 +17,7 @@ from flexspec.errors import WeightError
 from flexspec.models.config import WeightSource
 
 _LAYER = re.compile(r"(layers\.\d+\.)(.+)")
-_MOST_SHOWN = 8
+_MAX_SHOWN = 8
 _FIX = "the file is damaged or belongs to another model: download it again"
 
 
@@ -68,8 +68,8 @@ def rename_weights(
         else:
             stacks.setdefault(ours, {})[expert] = name
     for ours, parts in stacks.items():
-        missing = list(islice((x for x in range(experts) if x not in parts), _MOST_SHOWN))
-        surplus = sorted(x for x in parts if x >= experts)[:_MOST_SHOWN]
+        missing = list(islice((x for x in range(experts) if x not in parts), _MAX_SHOWN))
+        surplus = sorted(x for x in parts if x >= experts)[:_MAX_SHOWN]
         if missing or surplus:
             found = f"{path} lacks experts {missing}" if missing else f"{path} has experts {surplus}"
             raise WeightError(f"{found} of {ours}", f"{experts} experts, numbered from 0", _FIX)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from flexspec.errors import WeightError
 from flexspec.models.config import WeightSource
 
-_MOST_NAMES_SHOWN = 8
+_MAX_NAMES_SHOWN = 8
 
 
 def finite(array: NDArray[np.float32], name: str, path: Path) -> NDArray[np.float32]:
@@ -97,8 +97,8 @@ def _check_tied(source: WeightSource, path: Path) -> None:
 
 
 def _list(names: list[str]) -> str:
-    shown = ", ".join(names[:_MOST_NAMES_SHOWN])
-    rest = len(names) - _MOST_NAMES_SHOWN
+    shown = ", ".join(names[:_MAX_NAMES_SHOWN])
+    rest = len(names) - _MAX_NAMES_SHOWN
     return f"{shown} and {rest} more" if rest > 0 else shown
 
 
