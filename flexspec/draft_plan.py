@@ -7,10 +7,10 @@ all call (servers overrun their caches when one sum omits the drafts).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import NoReturn
 
-from flexspec.drafters.record import draft_options, drafter_records, source_names, ssm_names
+from flexspec.drafters.record import draft_options, drafter_records, owner_of, source_names, ssm_names
 from flexspec.errors import RequestError
 
 METHODS = ("off", "chain", "tree", "budget")
@@ -98,6 +98,7 @@ class DraftPlan:
         assert values.keys() <= {option.name for option in draft_options()}, f"options {self.options}"
         for option in draft_options():
             _range(option.name, values.get(option.name, option.default), option.highest)
+        _check_owners(values, self.sources)
         changed = [(o.name, values[o.name]) for o in draft_options() if values.get(o.name, o.default) != o.default]
         object.__setattr__(self, "options", tuple(changed))
         for children in self.vector:
@@ -126,6 +127,11 @@ class DraftPlan:
                 "tree:1,1,3,1",
             )
 
+    def with_sources(self, sources: tuple[str, ...]) -> DraftPlan:
+        """The plan over these sources alone, without options of the others. Raises RequestError, as for any plan."""
+        kept = tuple((name, value) for name, value in self.options if owner_of(name).is_among(sources))
+        return replace(self, sources=sources, options=kept)
+
     def option(self, name: str) -> int:
         """The value of a drafter's option."""
         chosen = dict(self.options)
@@ -141,16 +147,17 @@ class DraftPlan:
         return Expansion.dynamic(min(self.option("ssm_depth"), self.max_depth), self.option("beam"))
 
     @classmethod
-    def parse(cls, text: str) -> DraftPlan:
+    def parse(cls, text: str, sources: tuple[str, ...] = ("suffix", "ngram")) -> DraftPlan:
         """From ``METHOD[:SIZE][/option=value]...``, as in ``budget:16/depth=8/sources=suffix+ngram+ssm``.
 
-        Options: nodes, depth, sources, sampled and those of the drafters (flexspec/drafters/). Raises RequestError
-        naming the invalid part.
+        Options: nodes, depth, sources, sampled and those of the drafters (flexspec/drafters/). ``sources``: of a chain
+        or budget that names none. Raises RequestError naming the invalid part.
         """
         head, *options = text.strip().split("/")
         method, _, size = head.partition(":")
         _choice("method", method, METHODS)
-        values = _parse_size(method, size, text)
+        values: dict[str, object] = {} if method == "off" else {"sources": sources}
+        values |= _parse_size(method, size, text)
         of_drafters = [option.name for option in draft_options()]
         known = [*_FIELDS, *of_drafters]
         shapes: dict[str, int] = {}
@@ -314,6 +321,18 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def _range(name: str, value: int, high: int) -> None:
     if not 1 <= value <= high:
         _refuse(f"{name} {value}", f"a number from 1 to {high}", f"choose {name} inside that range")
+
+
+def _check_owners(options: Mapping[str, int], sources: tuple[str, ...]) -> None:
+    """Refuse an option that no source would read."""
+    for name, value in options.items():
+        owner = owner_of(name)
+        if not owner.is_among(sources):
+            _refuse(
+                f"draft option {name}={value} of {owner.name}, with sources {'+'.join(sources)}",
+                "options of drafters among the sources",
+                f"leave {name} out, or write sources={'+'.join((*sources, owner.name))}",
+            )
 
 
 def _refuse(found: str, expected: str, fix: str) -> NoReturn:

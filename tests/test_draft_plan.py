@@ -93,6 +93,21 @@ def test_refusals_name_what_is_wrong(text: str, named: str) -> None:
 
 
 def test_an_option_at_its_default_makes_no_other_plan() -> None:
-    plan = DraftPlan.parse("budget:8/beam=4/ssm_depth=3")
-    assert plan == DraftPlan.parse("budget:8/ssm_depth=3") and str(plan) == "budget:8/ssm_depth=3"
+    plan = DraftPlan.parse("budget:8/beam=4/ssm_depth=3/sources=ssm")
+    assert (
+        plan == DraftPlan.parse("budget:8/sources=ssm/ssm_depth=3") and str(plan) == "budget:8/ssm_depth=3/sources=ssm"
+    )
     assert (plan.option("beam"), plan.option("ssm_depth")) == (4, 3)
+
+
+@pytest.mark.parametrize("text", ["budget:8/beam=3/sources=suffix+ngram", "budget:8/beam=4/sources=suffix+ngram"])
+def test_an_option_of_a_drafter_that_is_no_source_is_refused(text: str) -> None:
+    """One at its default, too: it would change nothing, which whoever wrote it does not know."""
+    refusal = (
+        r"draft option beam=. of ssm, with sources suffix\+ngram; .*leave beam out, or write sources=suffix\+ngram\+ssm"
+    )
+    with pytest.raises(RequestError, match=refusal):
+        DraftPlan.parse(text)
+    plan = DraftPlan.parse("budget:8/beam=3", ("suffix", "ssm2"))
+    assert plan.sources == ("suffix", "ssm2") and plan.option("beam") == 3, "whoever parses may know the sources"
+    assert plan.with_sources(("suffix",)).options == ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -57,6 +57,10 @@ class DrafterRecord:
             return (self.name,)
         return tuple(self.name if i == 0 else f"{self.name}{i + 1}" for i in range(ssms))
 
+    def is_among(self, sources: Collection[str]) -> bool:
+        """Whether one of its names is among the sources of a draft plan."""
+        return any(name in sources for name in self.sources(MODELS_MOST))
+
 
 def drafter_records() -> tuple[DrafterRecord, ...]:
     """Every drafter by ``order``, those without one last; imports each file once."""
@@ -84,6 +88,11 @@ def source_names() -> tuple[str, ...]:
 def ssm_names() -> tuple[str, ...]:
     """The sources that run an SSM, in the order of the artifact's SSMs."""
     return tuple(name for record in drafter_records() if record.runs_ssms for name in record.sources(MAX_SSMS))
+
+
+def owner_of(option: str) -> DrafterRecord:
+    """The drafter that has the option."""
+    return next(record for record in drafter_records() if option in [each.name for each in record.options])
 
 
 def draft_options() -> tuple[DraftOption, ...]:

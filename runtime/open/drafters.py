@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from numpy.typing import NDArray
@@ -32,10 +31,8 @@ def choose_ladder(text: str, artifact: OpenedArtifact) -> DraftLadder:
     sources = _names(records, artifact)
     if text == DEFAULT_DRAFT:
         return DraftLadder(tuple((batch, _offered(draft, sources)) for batch, draft in plan.ladder.rungs))
-    parsed = DraftPlan.parse(text)
-    if parsed.method in ("chain", "budget") and "sources=" not in text:
-        placed = [record for record in records if record.order is not None]
-        return DraftLadder.of(replace(parsed, sources=_names(placed, artifact)))
+    placed = _names([record for record in records if record.order is not None], artifact)
+    parsed = DraftPlan.parse(text, placed)
     missing = [source for source in parsed.sources if source not in sources]
     if missing and parsed.method != "off":
         raise ArtifactError(
@@ -52,7 +49,7 @@ def _offered(stored: DraftPlan, sources: Sequence[str]) -> DraftPlan:
     if stored.method == "off" or not offered:
         return _OFF
     try:
-        return replace(stored, sources=offered)
+        return stored.with_sources(offered)
     except RequestError:  # a static tree without its SSM
         return _OFF
 

@@ -79,6 +79,7 @@ def test_plan_is_the_command_with_another_face(proven: FoundPlan, capsys: pytest
         ({"dtype": "f64"}, CompileError, "dtype f64; expected one of bf16, f32"),
         ({"max_tree": 0}, CompileError, "1 to 512 nodes"),
         ({"draft": "sideways"}, RequestError, "sideways"),
+        ({"draft": "budget:8/beam=2"}, RequestError, "beam=2 of ssm.* write sources="),
         ({"plan": "no-such.json"}, PlanError, "no-such.json"),
     ],
 )

@@ -114,6 +114,7 @@ def test_more_requests_than_rows_still_run(artifact: Path) -> None:
         ({"draft": "budget:8/sources=ssm2"}, ArtifactError, "no ssm2.*suffix, ssm"),
         ({"draft": "budget:8/sources=ngram"}, ArtifactError, "no ngram"),
         ({"draft": "sideways:8"}, RequestError, "sideways"),
+        ({"draft": "budget:8/beam=2/sources=suffix"}, RequestError, "beam=2 of ssm, with sources suffix;"),
         ({"draft": "budget:200", "kv_tokens": 128}, CapacityError, "--kv-tokens"),
         ({"draft": "tree:8,8,2", "max_rows": 16}, CapacityError, "draft rows"),
     ],
