@@ -36,7 +36,9 @@ _NEEDS = {
     "avx2": ("avx2", "fma", "bmi2"),
     "generic": (),
 }
+ABI = 3  # of programs, raised with any change of what launch.py calls in them
 _COMMON = (
+    f"-DFS_ABI={ABI}",
     "-std=c++17",
     "-O3",
     "-fPIC",

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.errors import ArtifactError, CapacityError, EngineError
+from flexspec.kernels.cpu.build import ABI
 from flexspec.kernels.cpu.facts import ProgramFacts, read_facts
 
-ABI = 2
 _FIX = "compile the model again with this version"
 _POINTERS = ("ids", "positions", "starts", "contexts", "page_table", "logit_rows")
 

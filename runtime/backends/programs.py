@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,8 @@ class CpuPrograms:
     def executor(self, model: str, room: Room) -> CpuExecutor:
         """A whole model. Raises ArtifactError for a program other than the compiled one, CapacityError."""
         library, weights = self._program(model)
-        executor = CpuExecutor(library, weights, pages=room.pages, max_rows=room.max_rows, threads=self.threads)
+        with self._rebuildable():
+            executor = CpuExecutor(library, weights, pages=room.pages, max_rows=room.max_rows, threads=self.threads)
         self._check_sizes(model, executor)
         return executor
 
@@ -56,10 +58,11 @@ class CpuPrograms:
         """A rank's part of the LLM. Raises as ``executor``."""
         name = layout.rank_name(rank)
         library, weights = self._program(name)
-        program = CpuRank.built(
-            rank, self.artifact.graph(name), library, weights,
-            pages=room.pages, max_rows=room.max_rows, threads=self.threads,
-        )  # fmt: skip
+        with self._rebuildable():
+            program = CpuRank.built(
+                rank, self.artifact.graph(name), library, weights,
+                pages=room.pages, max_rows=room.max_rows, threads=self.threads,
+            )  # fmt: skip
         self._check_sizes(name, program)
         return program
 
@@ -75,7 +78,8 @@ class CpuPrograms:
         expected = self.artifact.digest(name, self.isa) if self.checks else None
         if expected is None:  # or compiled on a machine that could not run this instruction set
             return library, weights
-        digest = seeded_digest(library, weights, self.artifact.graph(name))
+        with self._rebuildable():
+            digest = seeded_digest(library, weights, self.artifact.graph(name))
         if digest != expected:
             raise ArtifactError(
                 f"{name} on {self.isa} computes other values ({digest[:12]}) than at compile time ({expected:.12})",
@@ -83,6 +87,14 @@ class CpuPrograms:
                 f"{self.artifact.fix}; if it persists set FLEXSPEC_CPU_ISA=avx512 or avx2",
             )
         return library, weights
+
+    @contextmanager
+    def _rebuildable(self) -> Iterator[None]:
+        """The error of a program that does not load, such as an earlier version's, names the command to rebuild."""
+        try:
+            yield
+        except ArtifactError as error:
+            raise ArtifactError(error.found, error.expected, self.artifact.fix) from None
 
     def _check_sizes(self, name: str, program: CpuExecutor | CpuRank) -> None:
         """Check that the program's own sizes, which set its memory layout, are those of its graph in the artifact."""

@@ -42,7 +42,7 @@ Ctx* create(const void* const* weights, int threads, int max_rows, int pages, in
 
 #define FS_ENTRY(P)                                                                                                  \
   extern "C" {                                                                                                       \
-  int fs_abi() { return 2; }                                                                                         \
+  int fs_abi() { return FS_ABI; } /* a flag, from kernels/cpu/build.py */                                            \
   void* fs_create(const void* const* w, int threads, int max_rows, int pages, int max_positions) {                   \
     return fs::create<P>(w, threads, max_rows, pages, max_positions);                                                \
   }                                                                                                                  \

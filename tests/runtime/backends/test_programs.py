@@ -11,6 +11,7 @@ from rank_servers import PLANS, STAGES, artifacts_for_ranks
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.errors import ArtifactError
+from flexspec.kernels.cpu import build
 from flexspec.kernels.cpu.build import build_path, supported_isas
 from flexspec.runtime.backends.programs import CpuPrograms
 from flexspec.runtime.backends.registry import Needs
@@ -79,6 +80,20 @@ def test_a_rank_with_no_program_or_another_ranks_is_refused(
     path = changed_copy(artifact, tmp_path / "p.fspec", library, lambda _: data, signed=True)
     with pytest.raises(ArtifactError, match=found):
         open_rank(path, 1, checks=checks)
+
+
+def test_a_program_of_an_earlier_version_names_the_command_that_rebuilds_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact, name = folder / "pp2.fspec", layout.rank_name(0)
+    source = OpenedArtifact.at(artifact).files.read_bytes(layout.cpu_source(name)).decode()
+    earlier = tuple(flag.replace(f"FS_ABI={build.ABI}", f"FS_ABI={build.ABI - 1}") for flag in build._COMMON)
+    monkeypatch.setattr(build, "_COMMON", earlier)
+    other = build_path(source, BEST).read_bytes()
+    path = changed_copy(artifact, tmp_path / "p.fspec", layout.cpu_library(name, BEST), lambda _: other, signed=True)
+    refusal = rf"{BEST}\.so has ABI {build.ABI - 1}; expected ABI {build.ABI}\. Fix: rebuild it: flexspec compile"
+    with pytest.raises(ArtifactError, match=refusal):
+        open_rank(path, 0)
 
 
 def test_a_tensor_that_is_not_there_is_named(folder: Path, tmp_path: Path) -> None:
