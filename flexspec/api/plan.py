@@ -56,6 +56,49 @@ class FoundPlan:
         return plan_svg(self._view)
 
 
+@dataclass(frozen=True)
+class PlanQuestion:
+    """What a plan is searched for: the arguments of :func:`plan`, which has their meaning and defaults."""
+
+    model: AnyPath
+    machine: AnyPath
+    ssm: AnyPaths
+    acceptance: AnyPath | None
+    requests: int
+    context: int
+    objective: str
+    limit_ms: float | None
+    dtype: str | DType
+    weights: str | None
+    degrees: Sequence[int]
+
+    def open(self, *, times_only: bool = False) -> tuple[Problem, AcceptanceProfile | None]:
+        """The files that it names, read. Raises as :func:`plan`.
+
+        ``times_only``: an SSM needs no profile, since the time of a round does not depend on the tokens that it
+        commits.
+        """
+        limit_us = _limit_us(self.objective, self.limit_ms)
+        machine, dtype = open_machine(os.fspath(self.machine)), read_dtype(self.dtype)
+        weights = read_weights(self.weights)
+        degrees = tuple(sorted(set(self.degrees))) or powers_of_two(max(node.devices for node in machine.kinds))
+        llm = open_profile(Path(self.model), dtype, degrees, weights=weights)
+        ssms = tuple(open_profile(path, dtype, ssm=True, weights=weights) for path in listed(self.ssm))
+        check_same_vocabulary(llm.config, ssms)
+        profile = None
+        if self.acceptance:
+            profile = open_acceptance(os.fspath(self.acceptance))
+        elif ssms:
+            try:
+                profile = find_acceptance([each.name for each in ssms])
+            except ProfileError:
+                if not times_only:
+                    raise
+        entries = profile.entries if profile else ()
+        problem = Problem(machine, llm, ssms, entries, self.requests, self.context, self.objective, limit_us, degrees)
+        return problem, profile
+
+
 def plan(
     model: AnyPath,
     *,
@@ -81,10 +124,10 @@ def plan(
     Raises PlanError if nothing fits or options contradict each other, MachineError, ProfileError, and the loaders'
     errors.
     """
-    problem, profile = open_problem(
-        model, machine=machine, ssm=ssm, acceptance=acceptance, requests=requests, context=context,
-        objective=objective, limit_ms=limit_ms, dtype=dtype, weights=weights, degrees=degrees,
-    )  # fmt: skip
+    question = PlanQuestion(
+        model, machine, ssm, acceptance, requests, context, objective, limit_ms, dtype, weights, degrees
+    )
+    problem, profile = question.open()
     candidates = search(problem)
     best = candidates[0]
     certificate = check_proof(problem, best) if prove else None
@@ -99,44 +142,6 @@ def check_proof(problem: Problem, best: Candidate) -> Certificate:
         found = f"the prover found a better plan, {certificate.to_json()}"
         raise PlanError(found, "the plan that the search found", "please report this")
     return certificate
-
-
-def open_problem(
-    model: AnyPath,
-    *,
-    machine: AnyPath,
-    ssm: AnyPaths = (),
-    acceptance: AnyPath | None = None,
-    requests: int = 1,
-    context: int = 1024,
-    objective: str = "latency",
-    limit_ms: float | None = None,
-    dtype: str | DType = DType.BF16,
-    weights: str | None = None,
-    degrees: Sequence[int] = (),
-    times_only: bool = False,
-) -> tuple[Problem, AcceptanceProfile | None]:
-    """The problem to search a plan for, with the arguments of :func:`plan`.
-
-    ``times_only``: an SSM needs no profile, since the time of a round does not depend on the tokens that it commits.
-    """
-    limit_us = _limit_us(objective, limit_ms)
-    opened, kind, stored = open_machine(os.fspath(machine)), read_dtype(dtype), read_weights(weights)
-    widths = tuple(sorted(set(degrees))) or powers_of_two(max(node.devices for node in opened.kinds))
-    llm = open_profile(Path(model), kind, widths, weights=stored)
-    ssms = tuple(open_profile(path, kind, ssm=True, weights=stored) for path in listed(ssm))
-    check_same_vocabulary(llm.config, ssms)
-    profile = None
-    if acceptance:
-        profile = open_acceptance(os.fspath(acceptance))
-    elif ssms:
-        try:
-            profile = find_acceptance([model.name for model in ssms])
-        except ProfileError:
-            if not times_only:
-                raise
-    entries = profile.entries if profile else ()
-    return Problem(opened, llm, ssms, entries, requests, context, objective, limit_us, widths), profile
 
 
 def powers_of_two(largest: int) -> tuple[int, ...]:

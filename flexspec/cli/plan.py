@@ -80,9 +80,9 @@ def run(args: argparse.Namespace) -> int:
     check_options(args)
     arguments = _plan_arguments(args)
     if args.compare is not None or args.pareto or args.score:
-        from flexspec.api.plan import open_problem
+        from flexspec.api.plan import PlanQuestion
 
-        problem, acceptance = open_problem(**arguments, times_only=args.compare is not None)
+        problem, acceptance = PlanQuestion(**arguments).open(times_only=args.compare is not None)
         return _without_search(args, problem, acceptance)
     from flexspec.api.plan import plan
 
