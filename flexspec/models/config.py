@@ -140,8 +140,6 @@ def _check_sizes(config: ModelConfig, source: str) -> None:
         )
     if config.max_positions > _MAX_POSITIONS:
         raise bad_config(f"{source} has a context of {config.max_positions} tokens", f"at most {_MAX_POSITIONS}")
-    if config.head_dim % 2:
-        raise bad_config(f"{source} has head dim {config.head_dim}", "an even head dim (rotary pairs)")
     if config.norm_eps <= 0.0:
         raise bad_config(f"{source} has norm_eps={config.norm_eps}", "a norm_eps above 0")
 

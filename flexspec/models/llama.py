@@ -130,6 +130,8 @@ def _attention(
         q = b.rms_norm(q, b.weight(f"{part}.q_norm.weight", (config.head_dim,)), config.norm_eps)
         k = b.rms_norm(k, b.weight(f"{part}.k_norm.weight", (config.head_dim,)), config.norm_eps)
     if rotary:
+        if config.head_dim % 2:
+            raise bad_config(f"the configuration has head dim {config.head_dim}", "an even head dim (rotary pairs)")
         q = b.rope(q, step.positions_T, config.rope, config.max_positions)
         k = b.rope(k, step.positions_T, config.rope, config.max_positions)
     k_cache = b.kv_cache(f"{prefix}.k_cache", config.kv_heads, config.head_dim)

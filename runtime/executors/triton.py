@@ -22,9 +22,10 @@ from flexspec.kernels.gpu.aot import CompiledVariant
 from flexspec.kernels.gpu.attention.launch import SPLIT_KEYS
 from flexspec.kernels.gpu.family import Kernels, KernelStep, Run, Variant, family_of, kernel_variants
 from flexspec.kernels.reference import TORCH_DTYPES, weight_tensor
-from flexspec.ops.bounds import POSITIONS, input_bound
+from flexspec.ops.bounds import IDS, POSITIONS, input_bound
 from flexspec.ops.record import Reference, record_of, sent_values
 from flexspec.runtime.executors.step import StepBatch, StepResult
+from flexspec.runtime.executors.step_rules import check_step
 from flexspec.runtime.executors.top_successors import top_successors
 from flexspec.runtime.executors.triton_device import GPU, TritonDevice
 from flexspec.types import Role
@@ -80,7 +81,7 @@ class TritonExecutor:
         results = [name for name in graph.outputs if types[name].role is not Role.KV and name not in sent]
         self._logits, self._feature_names = results[:1], results[1:]
         self.vocab_size = as_int(types[results[0]].dims[1]) if results else 0
-        self.max_positions = input_bound(graph, POSITIONS)
+        self.max_positions, self._id_rows = input_bound(graph, POSITIONS), input_bound(graph, IDS)
         self._compiled, self._split_keys = compiled or {}, split_keys
         self._program = _instructions(graph, max_tree_tokens, alone=exchange is None)
         self._weights = _place_weights(graph, weights, self.device)
@@ -94,7 +95,7 @@ class TritonExecutor:
         self._kernels: dict[Variant, Kernels] = {}
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
-        """One step; the pool is updated in place. Raises EngineError when a kernel does not launch."""
+        """One step; the pool is updated in place. Raises EngineError as ``check_step``, and for a failed launch."""
         result = self.run(batch, want_logits=want_logits, want_features=want_features)
         assert result is not None, "a whole model has logits"
         return result
@@ -102,7 +103,7 @@ class TritonExecutor:
     @torch.no_grad()
     def run(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult | None:
         """As ``step``; None from a rank without logits. Also raises what ``exchange`` raises."""
-        assert 0 < len(batch.ids_T) <= self.max_rows, f"{len(batch.ids_T)} rows, at most {self.max_rows}"
+        check_step(batch, self.max_rows, self.max_positions, self._id_rows)
         values = self._step_inputs(batch) | self._weights | self._caches
         step = KernelStep(batch, self.device, self._split_keys)
         for instruction in self._program:

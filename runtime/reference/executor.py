@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from flexspec.errors import WeightError
 from flexspec.graph import Graph
 from flexspec.kernels.reference import TORCH_DTYPES, run_graph, weight_tensor
-from flexspec.ops.bounds import POSITIONS, input_bound
+from flexspec.ops.bounds import IDS, POSITIONS, input_bound
 from flexspec.runtime.executors.step import StepBatch, StepResult
+from flexspec.runtime.executors.step_rules import check_step
 from flexspec.runtime.executors.top_successors import top_successors
 from flexspec.types import PAGE_TOKENS, Role
 
@@ -32,7 +33,7 @@ class ReferenceExecutor:
         vocab = graph.types()[graph.outputs[0]].dims[1]
         assert isinstance(vocab, int)
         self.vocab_size = vocab
-        self.max_positions = input_bound(graph, POSITIONS)
+        self.max_positions, self._id_rows = input_bound(graph, POSITIONS), input_bound(graph, IDS)
         self._weights = weight_tensors(graph, weights)
         self._caches = empty_caches(graph, pages)
         caches = len(self._caches)
@@ -40,8 +41,8 @@ class ReferenceExecutor:
         self._feature_names = graph.outputs[1 : len(graph.outputs) - caches]
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
-        """One step; the pool is updated. Rows beyond max_rows or slots outside the pool are our own bugs."""
-        assert 0 < len(batch.ids_T) <= self.max_rows, f"{len(batch.ids_T)} rows, at most {self.max_rows}"
+        """One step; the pool is updated. Raises EngineError for rows, ids or positions beyond what there is."""
+        check_step(batch, self.max_rows, self.max_positions, self._id_rows)
         outputs = run_graph(self.graph, {**step_tensors(self.graph, batch), **self._weights, **self._caches})
         for name, new in zip(list(self._caches), self._new_names, strict=True):
             self._caches[name] = outputs[new]

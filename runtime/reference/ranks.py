@@ -16,8 +16,9 @@ from flexspec.compiler.partition.rank_part import RankPart
 from flexspec.compiler.partition.shares import cut_weights
 from flexspec.errors import EngineError
 from flexspec.kernels.reference import Walk, walk_graph
-from flexspec.ops.bounds import POSITIONS, input_bound
+from flexspec.ops.bounds import IDS, POSITIONS, input_bound
 from flexspec.runtime.executors.step import StepBatch, StepResult
+from flexspec.runtime.executors.step_rules import check_step
 from flexspec.runtime.executors.top_successors import top_successors
 from flexspec.runtime.reference.executor import empty_caches, move_slots, step_result, step_tensors, weight_tensors
 from flexspec.runtime.reference.transport import MeetingTable, Tensors, run_ranks
@@ -38,13 +39,14 @@ class ReferenceRanks:
         assert isinstance(vocab, int)
         self.vocab_size = vocab
         self.max_positions = min(input_bound(part.graph, POSITIONS) for part in parts)
+        self._id_rows = min(input_bound(part.graph, IDS) for part in parts)
         self._weights = {part.rank: weight_tensors(part.graph, cut_weights(part.weights, get)) for part in parts}
         self._caches = {part.rank: empty_caches(part.graph, pages) for part in parts}
         self.traffic: dict[str, int] = {}  # exchanges of the last step by operator, a group counted once
 
     def step(self, batch: StepBatch, *, want_logits: bool, want_features: bool = True) -> StepResult:
-        """One step of all ranks. Raises EngineError when ranks deadlock, or disagree."""
-        assert 0 < len(batch.ids_T) <= self.max_rows, f"{len(batch.ids_T)} rows, at most {self.max_rows}"
+        """One step of all ranks. Raises EngineError as one executor, and when ranks disagree or deadlock."""
+        check_step(batch, self.max_rows, self.max_positions, self._id_rows)
         outputs = self._run(batch)
         for part in self.parts:
             caches = self._caches[part.rank]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from flexspec import LLM, SamplingParams
 from flexspec.compiler.artifact.plan import Stage
 from flexspec.compiler.frontends.open_model import open_model
 from flexspec.compiler.partition.cut_ranks import partition
-from flexspec.errors import CapacityError
+from flexspec.errors import CapacityError, ModelConfigError
 from flexspec.graph import Graph
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.kernels.package.compile_model import compile_model
@@ -111,6 +112,20 @@ def test_its_program_and_its_ranks_compute_what_the_graph_says() -> None:
         assert len(found) == len(wanted) == 4
         for a, b in zip(found, wanted, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("learned")
+def test_heads_that_are_not_rotated_may_have_an_odd_dim() -> None:
+    config = tiny_config(family="learned", head_dim=9)
+    graph = build_model(config, DType.F32)
+    weights = random_weights(graph)
+    wanted, found = (
+        steps(executor, 203) for executor in (ReferenceExecutor(graph, weights, 16, 96), on_cpu(graph, weights))
+    )
+    for a, b in zip(wanted, found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+    with pytest.raises(ModelConfigError, match=r"head dim 9; expected an even head dim \(rotary pairs\)"):
+        build_model(replace(config, family="llama"), DType.F32)
 
 
 @pytest.mark.usefixtures("learned")

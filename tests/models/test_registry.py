@@ -96,7 +96,6 @@ def test_expected_weights() -> None:
     [
         replace(CONFIG, layers=0),
         replace(CONFIG, kv_heads=3),
-        replace(CONFIG, head_dim=7),
         replace(CONFIG, norm_eps=0.0),
         replace(CONFIG, rope=RopeConfig(kind="dynamic")),
         replace(CONFIG, rope=RopeConfig(kind="yarn", factor=4.0)),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flexspec.builder import PAGE_TOKENS as BUILDER_PAGE_TOKENS
-from flexspec.errors import WeightError
+from flexspec.errors import EngineError, WeightError
 from flexspec.models.config import ModelConfig
 from flexspec.models.registry import build_model, expected_weights
 from flexspec.runtime.executors.step import Executor, StepBatch
@@ -89,9 +89,21 @@ def test_missing_and_misshapen_weights_are_named() -> None:
         ReferenceExecutor(graph, weights | {"norm.weight": np.ones(31, np.float32)}, 4, 8)
 
 
-def test_rows_beyond_the_limit_and_missing_features_are_our_bugs() -> None:
-    with pytest.raises(AssertionError, match="9 rows, at most 8"):
-        executor_of().step(chain(list(range(9))), want_logits=False)
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (chain(list(range(9))), "a step of 9 rows"),
+        (chain([1, 2], context=63), "a step of 2 rows up to position 64; expected 1 to 8 rows below position 64"),
+        (chain([40]), "token ids from 40 to 40; expected ids from 0 to 39"),
+        (chain([-1]), "token ids from -1"),
+    ],
+)
+def test_what_lies_beyond_a_table_is_refused(batch: StepBatch, words: str) -> None:
+    with pytest.raises(EngineError, match=words):
+        executor_of().step(batch, want_logits=False)
+
+
+def test_missing_features_are_our_bug() -> None:
     graph = build_model(replace(CONFIG, family="fused_state"), DType.F32, reduced_vocab_size=20)
     weights = {name: np.ones(dims, np.float32) for name, dims in expected_weights(graph).items()}
     with pytest.raises(AssertionError, match="reads features"):
