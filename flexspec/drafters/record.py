@@ -59,7 +59,7 @@ class DrafterRecord:
 
     def is_among(self, sources: Collection[str]) -> bool:
         """Whether one of its names is among the sources of a draft plan."""
-        return any(name in sources for name in self.sources(MODELS_MOST))
+        return any(name in sources for name in self.sources(MAX_SSMS))
 
 
 def drafter_records() -> tuple[DrafterRecord, ...]:
