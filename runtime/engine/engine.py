@@ -1,8 +1,7 @@
 """The round: draft, verify every tree in one LLM pass, accept, commit, gather KV. Prompt chunks share the same pass.
 
-Owns the order of a round. scheduler.py admits requests, micro_batches.py groups them, round.py builds their rows,
-acceptance/accept.py picks the path, and commit.py appends to the sequence. Any thread may call any method; steps run
-one at a time.
+Owns the order of a round. scheduler.py admits requests, micro_batches.py groups them, round.py builds their rows, and
+settlement.py accepts and commits what a step gave. Any thread may call any method; steps run one at a time.
 """
 
 from __future__ import annotations
@@ -12,22 +11,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from flexspec.errors import EngineError, FlexspecError
-from flexspec.runtime.acceptance.accept import Accepted, accept_greedy, accept_sampled
 from flexspec.runtime.drafters.budget import SpeculationSwitch
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.engine.api import Delta, EngineLoad, OnDelta
-from flexspec.runtime.engine.commit import Committed, commit
 from flexspec.runtime.engine.micro_batches import MicroBatch, MicroBatches
-from flexspec.runtime.engine.observer import Observer, report_round
-from flexspec.runtime.engine.round import Clock, Round, Work, draft_request, prompt_work, tree_work
+from flexspec.runtime.engine.observer import Observer
+from flexspec.runtime.engine.round import Clock, Round, draft_request, prompt_work, tree_work
 from flexspec.runtime.engine.scheduler import EngineLimits, Running, Scheduler
 from flexspec.runtime.engine.sequence import Detokenizer
+from flexspec.runtime.engine.settlement import Settlement
 from flexspec.runtime.executors.pages import pack_rows
-from flexspec.runtime.executors.step import AtOnce, Executor, OverlappingExecutor, StepResult
+from flexspec.runtime.executors.step import AtOnce, Executor, OverlappingExecutor
 from flexspec.sampling import SamplingParams
 from flexspec.tree import TokenTree
 
@@ -61,6 +56,7 @@ class Engine:
         self.plain_step_s = 0.0  # measured seconds of a one-row step; 0 = unknown
         self._scheduler = Scheduler(executor.pages, limits, drafter.limits, new_detokenizer, eos_ids)
         self._observer = observer
+        self._settlement = Settlement(executor, drafter, self.clock, observer, self._finish)
         self.wanted = threading.Event()  # set by submit and cancel: the thread that steps the engine may wait on it
         self._lock = threading.Lock()
         self._stepping = threading.RLock()
@@ -235,7 +231,7 @@ class Engine:
         self.clock.step_s += step_s
         if self._observer:
             self._observer.record_step(step_s, "verify" if this.decoding else "prefill")
-        committed = self._settle(this.work, result)
+        committed = self._settlement.settle(this.work, result)
         requests = len(this.decoding)
         if requests and requests == len(this.work):  # a pure decoding step: comparable with others of its size
             seconds = time.perf_counter() - this.began
@@ -243,81 +239,6 @@ class Engine:
                 self.speculation.record_round(requests, committed, seconds)
             elif self.drafter.drafts:
                 self.speculation.record_plain(requests, seconds)
-
-    def _settle(self, work: Sequence[Work], result: StepResult) -> int:
-        """Accept, commit and gather for every request of the step; returns the tokens decoding requests committed."""
-        row = logit = committed = 0
-        for w in work:
-            features = None if result.features_TE is None else result.features_TE[row : row + len(w.rows.ids)]
-            logits = slice(logit, logit + len(w.rows.logit_rows))
-            row, logit = row + len(w.rows.ids), logits.stop
-            if w.running.sequence.finish_reason is not None:  # cancelled while the step ran
-                continue
-            if w.tree is None:
-                self._settle_prompt(w, result, logits, features)
-            else:
-                committed += self._settle_tree(w, w.tree, result, logits, features)
-        return committed
-
-    def _settle_prompt(self, w: Work, result: StepResult, logits: slice, features: NDArray[np.float32] | None) -> None:
-        running, sequence = w.running, w.running.sequence
-        if features is not None:
-            self.drafter.observe_prompt(sequence.request_id, running.cached, features)
-        running.cached += len(w.rows.ids)
-        if not w.rows.logit_rows:
-            return
-        token = self._accept(running, TokenTree.root_only(sequence.last_token), result, logits).next_token
-        now = time.monotonic()
-        sequence.prefill_s, running.first_token_at = now - running.admitted_at, now
-        self._deliver(running, [token], commit(sequence, [token]), None if features is None else features[-1:])
-
-    def _settle_tree(
-        self, w: Work, tree: TokenTree, result: StepResult, logits: slice, features: NDArray[np.float32] | None
-    ) -> int:
-        running, sequence = w.running, w.running.sequence
-        accepted = self._accept(running, tree, result, logits)
-        path = np.array(accepted.nodes, np.int32)
-        self._gather(running, path)
-        if len(tree) > 1:
-            self.drafter.record(tree, accepted.nodes)
-        tokens = accepted.tokens(tree)
-        done = commit(sequence, tokens)
-        taken = accepted.nodes[1 : done.count + 1]  # an end inside the path drops the nodes after it
-        sequence.record_round(len(tree) - 1, len(taken))
-        if self._observer:
-            report_round(self._observer, tree, taken, done.count)
-        self._deliver(running, tokens, done, None if features is None else features[path])
-        return done.count
-
-    def _accept(self, running: Running, tree: TokenTree, result: StepResult, rows: slice) -> Accepted:
-        sequence = running.sequence
-        if sequence.params.greedy:
-            return accept_greedy(tree, result.argmax_L[rows])
-        assert result.logits_LV is not None
-        return accept_sampled(tree, result.logits_LV[rows], sequence.params, sequence.seed, len(sequence))
-
-    def _gather(self, running: Running, path: NDArray[np.int32]) -> None:
-        """Move the accepted nodes' K/V to the slots of their positions; rejected rows are simply overwritten later."""
-        source, target = running.cached + path, running.cached + np.arange(len(path), dtype=np.int32)
-        moved = source != target
-        if moved.any():
-            began = time.perf_counter()
-            self.executor.move_kv(running.slots(source[moved]), running.slots(target[moved]))
-            self.clock.gather_s += time.perf_counter() - began
-        running.cached += len(path)
-
-    def _deliver(
-        self, running: Running, tokens: Sequence[int], done: Committed, features: NDArray[np.float32] | None
-    ) -> None:
-        """Tell the drafters and the caller what was committed; end the request if that ended it."""
-        sequence, committed = running.sequence, tuple(tokens[: done.count])
-        if running.first_token_at is not None:
-            sequence.decode_s = time.monotonic() - running.first_token_at
-        if done.finish_reason is not None:
-            self._finish(running, done.finish_reason, text=done.text, tokens=committed)
-            return
-        self.drafter.observe(sequence.request_id, tokens, features)
-        running.on_delta(Delta(done.text, committed))
 
     def _finish(
         self, running: Running, reason: str, error: str | None = None, *, text: str = "", tokens: tuple[int, ...] = ()
