@@ -9,6 +9,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,9 @@ from flexspec.errors import FlexspecError
 _MAX_FILE_BYTES = 1 << 20
 _SMALLEST, _LARGEST = 1e-30, 1e30
 _SHOWN = 120  # characters of an invalid value in a message
+MAX_COUNT = (1 << 62) - 1  # of any count
 Choice = TypeVar("Choice")
+Record = TypeVar("Record")  # a dataclass whose fields are annotated as text (from __future__ import annotations)
 Fail = Callable[[str, str], FlexspecError]  # (found, expected) -> the caller's error
 
 
@@ -99,6 +102,14 @@ class Table:
         if not isinstance(value, list | tuple) or not all(type(n) is int and least <= n <= most for n in value):
             raise self.error(key, show(value), expected)
         return tuple(value)
+
+    def record(self, key: str, kind: type[Record]) -> Record:
+        """The table ``key`` as a dataclass of whole numbers from 0 up and truth values, with no other keys."""
+        part = self.table(key)
+        read = {"int": lambda name: part.count(name, MAX_COUNT, 0), "bool": part.flag}
+        values = {item.name: read[str(item.type)](item.name) for item in fields(kind)}  # type: ignore[arg-type]
+        part.done()
+        return kind(**values)
 
     def choice(self, key: str, table: Mapping[str, Choice]) -> Choice:
         """The entry of ``table`` that the key names."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from flexspec.checked_table import MAX_COUNT, Table, show
 from flexspec.compiler.artifact import layout
 from flexspec.errors import ArtifactError
 
@@ -100,10 +101,8 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     digest = body.pop("sha256", None)
     if digest != _digest(body):
         raise ArtifactError(f"{where}: {layout.MANIFEST} does not match its own checksum", expected, fix)
-    manifest = _parse(body)
-    if manifest is None:
-        raise ArtifactError(f"{where}: {layout.MANIFEST} lacks a field or has one of the wrong type", expected, fix)
-    return manifest
+    # A right checksum with wrong types means that another program wrote it.
+    return _read(Table(body, f"{where}: {layout.MANIFEST}", lambda found, wanted: ArtifactError(found, wanted, fix)))
 
 
 def _digest(body: Json) -> str | None:
@@ -113,25 +112,26 @@ def _digest(body: Json) -> str | None:
         return None
 
 
-def _parse(body: dict[str, Json]) -> Manifest | None:
-    """The manifest, or None. A right checksum with wrong types means another program wrote it."""
-    files: dict[str, FileEntry] = {}
-    try:
-        for name, entry in body["files"].items():
-            size, digest = entry["bytes"], entry["sha256"]
-            if not is_valid_name(name) or type(size) is not int or size < 0 or not _SHA256.fullmatch(digest):
-                return None
-            files[name] = FileEntry(size, digest)
-        texts = [body["flexspec_version"], body["rebuild"], *body["targets"], *body["tools"].values()]
-        if not all(isinstance(text, str) for text in texts) or not isinstance(body["fields"], dict):
-            return None
-        return Manifest(
-            flexspec_version=body["flexspec_version"],
-            targets=tuple(body["targets"]),
-            tools=body["tools"],
-            rebuild=body["rebuild"],
-            files=files,
-            fields=body["fields"],
-        )
-    except (KeyError, TypeError, AttributeError):
-        return None
+def _read(table: Table) -> Manifest:
+    tools = table.table("tools")
+    manifest = Manifest(
+        flexspec_version=table.text("flexspec_version"),
+        targets=table.texts("targets"),
+        tools={name: tools.text(name, blank=True) for name in tools.names()},
+        rebuild=table.text("rebuild", blank=True),
+        files={name: _read_entry(name, entry) for name, entry in table.tables("files").items()},
+        fields=table.table("fields").body,
+        format_version=table.count("format_version", FORMAT_VERSION, FORMAT_VERSION),
+    )
+    table.done()
+    return manifest
+
+
+def _read_entry(name: str, entry: Table) -> FileEntry:
+    if not is_valid_name(name):
+        raise entry.error("", show(name), "a relative path of plain names")
+    size, digest = entry.count("bytes", MAX_COUNT, 0), entry.text("sha256")
+    if not _SHA256.fullmatch(digest):
+        raise entry.error("sha256", show(digest), "64 hexadecimal digits")
+    entry.done()
+    return FileEntry(size, digest)

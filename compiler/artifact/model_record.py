@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from flexspec.checked_table import Table, show
+from flexspec.checked_table import MAX_COUNT, Table, show
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.manifest import damaged
 
 LLM = "llm"
-_MAX_COUNT = (1 << 62) - 1
 _PLACES = "pairs [file, tensor], one for each weight"
 
 
@@ -78,8 +77,8 @@ def record_from_json(body: object) -> ModelRecord:
         source_hash=table.text("source_hash"),
         dtype=table.text("dtype"),
         weight_format=table.text("weight_format"),
-        bos_id=None if table.is_null("bos_id") else table.count("bos_id", _MAX_COUNT, 0),
-        eos_ids=table.counts("eos_ids", _MAX_COUNT),
+        bos_id=None if table.is_null("bos_id") else table.count("bos_id", MAX_COUNT, 0),
+        eos_ids=table.counts("eos_ids", MAX_COUNT),
         special_tokens={name: specials.text(name, blank=True) for name in specials.names()},
         models=tuple(_part(part) for part in table.array("models")),
         gpu=_gpu(table.table("gpu")) if table.has("gpu") else None,
@@ -95,7 +94,7 @@ def record_from_json(body: object) -> ModelRecord:
 
 def _part(table: Table) -> PartRecord:
     integers = [field.name for field in fields(PartRecord) if field.type == "int"]
-    numbers = {name: table.count(name, _MAX_COUNT, 0) for name in integers}
+    numbers = {name: table.count(name, MAX_COUNT, 0) for name in integers}
     texts = {name: table.text(name) for name in ("name", "family", "graph_hash")}
     keep_ids = None if table.is_null("keep_ids") else table.counts("keep_ids", numbers["vocab_size"] - 1)
     weights = tuple(_place(table, "weights", row) for row in table.rows("weights", _PLACES))
@@ -108,7 +107,7 @@ def _part(table: Table) -> PartRecord:
 def _gpu(table: Table) -> GpuRecord:
     models = table.tables("weights")
     record = GpuRecord(
-        max_tree_tokens=table.count("max_tree_tokens", _MAX_COUNT, 0),
+        max_tree_tokens=table.count("max_tree_tokens", MAX_COUNT, 0),
         weights={
             model: {name: _place(places, name, places.texts(name)) for name in places.names()}
             for model, places in models.items()

@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flexspec.checked_table import show
 from flexspec.errors import ModelConfigError
 
 _MAX_SIZE = 1 << 31
 
 
 class Settings:
-    """A read-only view of a table. ``None`` counts as absent; a value of the wrong type is a ModelConfigError.
+    """A read-only view of a table whose keys are open: others define them, and most do not concern us.
+
+    That is why it is no checked_table.Table, which refuses what nobody reads. ``None`` counts as absent; a value of the
+    wrong type is a ModelConfigError.
 
     ``aliases``: the file's names of keys, where they differ from ours (``{"intermediate_size": "ffn_dim"}``).
     """
@@ -90,7 +94,7 @@ class Settings:
 
     def error(self, key: str, expected: str, fix: str = "correct the file, or download it again") -> ModelConfigError:
         value, key = self.raw(key), self._name(key)
-        found = f"{self._path} has no {key}" if value is None else f"{self._path} has {key} = {repr(value)[:80]}"
+        found = f"{self._path} has no {key}" if value is None else f"{self._path} has {key} = {show(value)}"
         return ModelConfigError(found, expected, fix)
 
     def _get(self, key: str, default: Any) -> Any:

@@ -13,7 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from flexspec.checked_table import Table
 from flexspec.compiler.artifact import layout
+from flexspec.compiler.artifact.manifest import damaged
 from flexspec.errors import ArtifactError
 from flexspec.kernels.gpu.aot import (
     CompiledKernel,
@@ -55,20 +57,32 @@ def read_packaged(variant: Variant, target: str, read: Callable[[str], bytes]) -
 
     Raises ArtifactError when the package has no binary for the target or a file does not have its hash.
     """
-    meta = json.loads(read(layout.gpu_kernel_facts(variant.name)))
-    if target not in meta["targets"]:
+    targets = read_facts(variant.name, read)
+    if target not in targets:
         raise ArtifactError(
-            f"{variant.name} holds binaries for {', '.join(meta['targets'])}", f"one for {target}",
+            f"{variant.name} holds binaries for {', '.join(targets)}", f"one for {target}",
             f"compile again with --target {target}",
         )  # fmt: skip
-    record = meta["targets"][target]
-    source = _read_checked(read, variant, record["source"]).decode()
+    facts = targets[target]
+    source = _read_checked(read, variant, facts.table("source")).decode()
     kernels = {
-        entry: CompiledKernel(_read_checked(read, variant, kernel), kernel["meta"], Resources(**kernel["resources"]))
-        for entry, kernel in record["kernels"].items()
+        entry: CompiledKernel(
+            _read_checked(read, variant, kernel), dict(kernel.table("meta").body), kernel.record("resources", Resources)
+        )
+        for entry, kernel in facts.tables("kernels").items()
     }
-    config = family_of(variant.family).config_type(**record["config"])
-    return CompiledVariant(variant, config, target_of(target), record["triton"], source, kernels)
+    config = facts.record("config", family_of(variant.family).config_type)
+    return CompiledVariant(variant, config, target_of(target), facts.text("triton"), source, kernels)
+
+
+def read_facts(variant: str, read: Callable[[str], bytes]) -> dict[str, Table]:
+    """What meta.json of a variant says of each target. Raises ArtifactError for a damaged file."""
+    file = layout.gpu_kernel_facts(variant)
+    try:
+        body = json.loads(read(file))
+    except (ValueError, RecursionError):
+        raise damaged(f"{file} is not JSON", "a JSON file") from None
+    return Table.of(body, file, damaged).tables("targets")
 
 
 def format_rows(rows: ResourceRows) -> str:
@@ -111,11 +125,11 @@ def _file_record(file: str, data: bytes) -> dict[str, str]:
     return {"file": file, "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _read_checked(read: Callable[[str], bytes], variant: Variant, record: dict[str, Any]) -> bytes:
-    path = layout.gpu_member(variant.name, record["file"])
-    data = read(path)
-    if hashlib.sha256(data).hexdigest() != record["sha256"]:
-        raise ArtifactError(f"{path} is damaged", f"sha256 {record['sha256']}", "compile the artifact again")
+def _read_checked(read: Callable[[str], bytes], variant: Variant, record: Table) -> bytes:
+    path = layout.gpu_member(variant.name, record.text("file"))
+    data, digest = read(path), record.text("sha256")
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise ArtifactError(f"{path} is damaged", f"sha256 {digest}", "compile the artifact again")
     return data
 
 

@@ -6,6 +6,7 @@ A page is a dictionary of sections: a dictionary is shown as aligned lines, a li
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from flexspec.draft_plan import OPEN_BATCH
@@ -92,26 +93,17 @@ def part_page(artifact: OpenedArtifact, name: str, graph: Graph) -> Page:
 def _kernel_rows(artifact: OpenedArtifact) -> list[dict[str, Any]]:
     """The resource table of the packaged GPU kernels, one row per kernel; empty without GPU targets."""
     from flexspec.compiler.artifact import layout
+    from flexspec.kernels.gpu.aot import Resources
+    from flexspec.kernels.gpu.package import read_facts
 
     rows = []
     for variant in layout.gpu_variants(artifact.files.names()):
-        file = layout.gpu_kernel_facts(variant)
-        try:
-            rows += _variant_rows(artifact, variant, artifact.files.read_json(file))
-        except (KeyError, TypeError, AttributeError):
-            raise _odd(artifact, file, "kernels by target with their resources") from None
-    return rows
-
-
-def _variant_rows(artifact: OpenedArtifact, variant: str, meta: Any) -> list[dict[str, Any]]:
-    from flexspec.compiler.artifact import layout
-
-    rows = []
-    for target, built in sorted(meta["targets"].items()):
-        for entry, kernel in sorted(built["kernels"].items()):
-            binary = artifact.manifest.files[layout.gpu_member(variant, kernel["file"])]
-            row = {"variant": variant, "target": target, "kernel": entry}
-            rows.append(row | dict(kernel["resources"]) | {"binary_bytes": binary.size_bytes})
+        for target, facts in sorted(read_facts(variant, artifact.files.read_bytes).items()):
+            for entry, kernel in sorted(facts.tables("kernels").items()):
+                file = artifact.files.file(layout.gpu_member(variant, kernel.text("file")))
+                row = {"variant": variant, "target": target, "kernel": entry}
+                row |= sorted(asdict(kernel.record("resources", Resources)).items())
+                rows.append(row | {"binary_bytes": file.stat().st_size})
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -9,7 +10,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -181,6 +184,30 @@ def test_errors_name_the_file_and_the_rebuild_command(tmp_path: Path) -> None:
 
     with pytest.raises(ArtifactError, match=r"has no kernels/none"):
         Artifact(out, decode_manifest((out / layout.MANIFEST).read_bytes(), "")).file("kernels/none")
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda body: body.pop("tools"), "tools: missing"),
+        (lambda body: body.update(targets="sm_90"), "targets: 'sm_90'"),
+        (lambda body: body.update(extra=1), "extra: an unknown key"),
+        (lambda body: body["files"].update({"../x": {"bytes": 1, "sha256": "0" * 64}}), r"files\.\.\./x: '\.\./x'"),
+        (lambda body: body["files"]["kernels/cpu/library.so"].update(bytes=-1), "library.so.bytes: -1"),
+        (lambda body: body["files"]["kernels/cpu/library.so"].update(sha256="00"), "library.so.sha256: '00'"),
+    ],
+)
+def test_a_manifest_of_another_program_is_refused_key_by_key(
+    tmp_path: Path, edit: Callable[[Any], object], words: str
+) -> None:
+    """Its own checksum is right."""
+    body = json.loads((build(tmp_path / "tiny.fspec") / layout.MANIFEST).read_bytes())
+    body.pop("sha256")
+    edit(body)
+    signed = body | {"sha256": hashlib.sha256(canonical_json(body)).hexdigest()}
+    with pytest.raises(ArtifactError, match=words) as caught:
+        decode_manifest(canonical_json(signed), "x.fspec")
+    assert "flexspec compile MODEL -o x.fspec" in caught.value.fix
 
 
 def test_open_without_digests_still_hashes_small_files(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Compilation ahead of time, with no GPU: binaries for every target, their resources, the cache and the package."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +94,32 @@ def test_package_without_the_target_or_with_a_damaged_file_is_refused(
     name = f"kernels/{SMALL.name}/sm_90.attend.bin"
     files[name] = files[name][:-1] + b"?"
     with pytest.raises(ArtifactError, match="sm_90.attend.bin is damaged"):
+        read_packaged(SMALL, "sm_90", files.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda facts: facts.pop("config"), "config: missing"),
+        (lambda facts: facts["config"].update(block_keys="many"), "config.block_keys: 'many'"),
+        (lambda facts: facts["config"].update(blocks=3), "config.blocks: an unknown key"),
+        (lambda facts: facts["kernels"]["merge"]["resources"].pop("registers"), "merge.resources.registers: missing"),
+        (lambda facts: facts["source"].update(sha256=7), "source.sha256: 7"),
+    ],
+)
+def test_a_package_with_a_malformed_description_is_refused(
+    compiled: tuple[CompiledVariant, ...], cache: Path, edit: Callable[[Any], object], words: str
+) -> None:
+    files: dict[str, bytes] = {}
+    package_kernels([SMALL], ["sm_90"], files.__setitem__, cache_dir=cache)
+    name = f"kernels/{SMALL.name}/meta.json"
+    meta = json.loads(files[name])
+    edit(meta["targets"]["sm_90"])
+    files[name] = json.dumps(meta).encode()
+    with pytest.raises(ArtifactError, match=rf"meta\.json: targets\.sm_90\..*{words}"):
+        read_packaged(SMALL, "sm_90", files.__getitem__)
+    files[name] = b"{"
+    with pytest.raises(ArtifactError, match=r"meta\.json is not JSON"):
         read_packaged(SMALL, "sm_90", files.__getitem__)
 
 
