@@ -16,9 +16,9 @@ import tiny_models
 from artifacts import VOCAB
 from commands import serving
 
+import flexspec
 from flexspec import LLM, GraphBuilder, SamplingParams
 from flexspec.builder import StepInputs
-from flexspec.cli.main import main
 from flexspec.compiler.frontends.open_model import open_model
 from flexspec.compiler.passes.pipeline import LLM_PASSES, run_passes
 from flexspec.graph import Graph, Value
@@ -32,6 +32,7 @@ V, E, F = VOCAB, tiny_models.HIDDEN, tiny_models.FFN
 H, G, D = tiny_models.HEADS, tiny_models.KV_HEADS, tiny_models.HEAD_DIM
 EPS, MAX_POSITIONS = 1e-5, 256
 PROMPTS = ["hello 12 hello 12", "the world", "é 🎉"]
+PARAMS = SamplingParams(max_tokens=32)
 OPTIONS = ("--threads", "1", "--kv-tokens", "2048")
 
 
@@ -77,22 +78,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def artifact(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``flexspec plan`` searches a plan for two processors, ``flexspec compile`` makes the artifact of it."""
-    llm, ssm = map(str, models)
-    folder = tmp_path_factory.mktemp("artifact")
-    plan, out = str(folder / "plan.json"), str(folder / "tiny.fspec")
-    planned = ["plan", llm, "--ssm", ssm, "--machine", "cpu2", "--acceptance", "smollm2-135m", "--context", "128"]
-    assert main([*planned, "--degrees", "2", "--dtype", "f32", "-o", plan]) == 0
-    isa = supported_isas()[0]
-    assert main(["compile", llm, "--ssm", ssm, "--plan", plan, "--dtype", "f32", "--isa", isa, "-o", out]) == 0
-    return Path(out)
+    """A plan is searched for two processors, and the artifact compiled for it."""
+    model, ssm = models
+    plan = flexspec.plan(
+        model, ssm=ssm, machine="cpu2", acceptance="smollm2-135m", context=128, degrees=(2,), dtype="f32"
+    )
+    out = tmp_path_factory.mktemp("artifact") / "tiny.fspec"
+    return flexspec.compile(model, ssm=ssm, plan=plan, dtype="f32", isas=supported_isas()[0], out=out).path
+
+
+def opened(artifact: Path, draft: str) -> LLM:
+    return LLM(artifact, draft=draft, threads=1, kv_tokens=2048, measure=False)
 
 
 def generate(artifact: Path, draft: str) -> tuple[list[list[int]], list[str], int]:
     """Token ids and text of each prompt, and how many drafted tokens the LLM accepted."""
-    with LLM(artifact, draft=draft, threads=1, kv_tokens=2048, measure=False) as llm:
+    with opened(artifact, draft) as llm:
         # In rounds: draft token trees, verify them in one pass of the LLM, accept, commit.
-        done = llm.generate(PROMPTS, SamplingParams(max_tokens=32))
+        done = llm.generate(PROMPTS, PARAMS)
     return [list(one.token_ids) for one in done], [one.text for one in done], sum(one.stats.accepted for one in done)
 
 
@@ -112,6 +115,16 @@ def test_speculation_changes_the_time_and_not_the_tokens(artifact: Path, draft: 
     tokens_drafted, texts_drafted, accepted = generate(artifact, draft)
     assert (tokens_drafted, texts_drafted) == (tokens, texts)
     assert accepted > 0, "nothing was accepted: equal tokens would say little"
+
+
+def test_text_streams_as_it_is_committed(artifact: Path) -> None:
+    with opened(artifact, "auto") as llm:
+        whole = llm.generate(PROMPTS[0], PARAMS)[0]
+        deltas = list(llm.stream(PROMPTS[0], PARAMS))
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert tuple(token for delta in deltas for token in delta.token_ids) == whole.token_ids
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [whole.finish_reason]
+    assert 1 < len(deltas) < len(whole.token_ids), "a round commits several tokens"
 
 
 @pytest.mark.ranks
