@@ -13,15 +13,11 @@ from flexspec.cli.main import build_parser
 from flexspec.cli.sampling_options import sampling_params
 from flexspec.errors import RequestError
 from flexspec.runtime.acceptance.transforms import target_law
-from flexspec.sampling import LAW_FIELDS, SamplingParams, sampling_fields
+from flexspec.sampling import LAW_FIELDS, SamplingParams
 from repository import ROOT
 
 NAMES = [field.name for field in fields(SamplingParams)]
 BASE = SamplingParams(temperature=1.0)
-
-
-def test_the_table_of_values_has_every_parameter() -> None:
-    assert set(SAMPLING_VALUES) == set(NAMES) == set(sampling_fields())
 
 
 @pytest.mark.parametrize("name", NAMES)
