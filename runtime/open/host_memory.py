@@ -6,7 +6,7 @@ A pool is mapped when it is created and filled when it is used: a server with to
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,9 +14,8 @@ from flexspec.compiler.artifact.opened import OpenedArtifact
 from flexspec.compiler.prices.memory import RankBytes, graph_bytes
 from flexspec.compiler.prices.profile import step_sizes
 from flexspec.errors import CapacityError
+from flexspec.host.control_group import CGROUP, PROC, memory_limits
 from flexspec.types import PAGE_TOKENS
-
-PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +42,9 @@ def host_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> HostMemory | None:
         memory = HostMemory(sizes["MemTotal"], sizes["MemAvailable"])
     except (OSError, KeyError, ValueError, IndexError):
         return _by_sysconf()
-    for limit, used, cache in _group_limits(cgroup):
-        free = max(0, limit - max(0, used - cache))
-        memory = HostMemory(min(memory.total_bytes, limit), min(memory.free_bytes, free))
+    for group in memory_limits(proc, cgroup):
+        free = max(0, group.limit_bytes - max(0, group.used_bytes - group.cache_bytes))
+        memory = HostMemory(min(memory.total_bytes, group.limit_bytes), min(memory.free_bytes, free))
     return memory
 
 
@@ -56,19 +55,6 @@ def _by_sysconf() -> HostMemory | None:
     except (AttributeError, ValueError, OSError):
         return None
     return HostMemory(total, total) if total > 0 else None  # what is in use is not known: only the total counts
-
-
-def _group_limits(cgroup: Path) -> Iterator[tuple[int, int, int]]:
-    """(limit, in use, of that page cache) of the control group, in either version's files; none without a limit."""
-    for limit, used, stat, cache in (
-        ("memory.max", "memory.current", "memory.stat", "file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_cache"),
-    ):
-        try:
-            rows = dict(line.split() for line in (cgroup / stat).read_text().splitlines())
-            yield int((cgroup / limit).read_text()), int((cgroup / used).read_text()), int(rows[cache])
-        except (OSError, KeyError, ValueError):  # not there, or "max": no limit
-            continue
 
 
 def check_memory(
