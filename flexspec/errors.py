@@ -92,6 +92,12 @@ class ArtifactError(FlexspecError):
     code = "FS401"
 
 
+class StorageError(FlexspecError):
+    """A file or folder cannot be read or written: no space, no permission, no such folder."""
+
+    code = "FS402"
+
+
 class RequestError(FlexspecError):
     """A request asks for something that is invalid or not offered (HTTP 400)."""
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import mmap
 import shlex
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,6 +108,8 @@ def _is_model(path: Path) -> bool:
     try:
         if path.is_dir():
             return (path / "config.json").is_file() and not (path / layout.MANIFEST).is_file()
+        if not path.is_file():  # a pipe would wait for a writer
+            return False
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
     except OSError:
@@ -117,6 +120,8 @@ def _open_folder(root: Path, path: Path, check_digests: bool) -> Artifact:
     """Check and open the folder ``root`` of the artifact that the user named ``path``."""
     fix = f"make it: flexspec compile MODEL -o {path}"
     try:
+        if not stat.S_ISREG((root / layout.MANIFEST).stat().st_mode):  # a pipe or a device never ends
+            raise ArtifactError(f"{path}: {layout.MANIFEST} is not a regular file", "a readable artifact", fix)
         data = (root / layout.MANIFEST).read_bytes()
     except FileNotFoundError:
         what = f"{path} has no {layout.MANIFEST}" if path.exists() else f"{path} does not exist"

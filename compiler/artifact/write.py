@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -26,6 +26,7 @@ from flexspec.compiler.artifact.manifest import (
 )
 from flexspec.compiler.artifact.tensor_file import AnyArray, encode_tensors
 from flexspec.errors import ArtifactError
+from flexspec.host.files import new_folder, put_in_place, storage_error, stored, sync, sync_folder
 
 _COPY_BLOCK_BYTES = 1 << 20
 
@@ -33,16 +34,15 @@ _COPY_BLOCK_BYTES = 1 << 20
 class ArtifactWriter:
     """Context manager that creates the folder ``out``; without :meth:`finish` nothing is left behind.
 
-    Raises ArtifactError if ``out`` exists and is not an artifact: other people's files are never replaced.
+    Raises ArtifactError if ``out`` exists and is not an artifact (other people's files are never replaced), and
+    StorageError where it cannot be written.
     """
 
     def __init__(self, out: Path) -> None:
         self._out = Path(os.path.abspath(out))
         _check_replaceable(self._out)
-        self._out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(self._out)
-        self._folder = _partial_folder(self._out, os.getpid())
-        self._folder.mkdir()
+        self._stack = ExitStack()
+        self._folder = self._stack.enter_context(new_folder(self._out))
         self._files: dict[str, FileEntry] = {}
 
     def __enter__(self) -> ArtifactWriter:
@@ -51,7 +51,7 @@ class ArtifactWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._stack.close()
 
     def add_bytes(self, name: str, data: bytes) -> None:
         """Store ``data`` under the relative POSIX path ``name``."""
@@ -87,9 +87,13 @@ class ArtifactWriter:
             files=self._files,
             fields=dict(fields or {}),
         )
-        # No fsync: after a power cut, the manifest's sizes and digests reveal an artifact that is only half written.
-        (self._folder / layout.MANIFEST).write_bytes(encode_manifest(manifest))
-        _replace(self._folder, self._out)
+        with stored(self._out):
+            with (self._folder / layout.MANIFEST).open("xb") as file:
+                file.write(encode_manifest(manifest))
+                sync(file)
+            for folder in {(self._folder / name).parent for name in self._files} | {self._folder}:
+                sync_folder(folder)
+            put_in_place(self._folder, self._out)
         return self._out
 
     def _write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
@@ -98,13 +102,19 @@ class ArtifactWriter:
         if name in self._files:
             raise ValueError(f"{name!r} was added before")
         path = self._folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         digest, size = hashlib.sha256(), 0
-        with path.open("xb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
+        left = iter(chunks)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("xb") as file:
+                for chunk in left:
+                    size += len(chunk)
+                    file.write(chunk)
+                    digest.update(chunk)
+                sync(file)
+        except OSError as error:
+            needed = size + sum(len(chunk) for chunk in left)
+            raise storage_error(error, self._out / name, needed_bytes=needed) from error
         self._files[name] = FileEntry(size, digest.hexdigest())
 
 
@@ -116,27 +126,3 @@ def _check_replaceable(out: Path) -> None:
         "a new path, or an artifact to replace",
         "choose another -o PATH, or remove it first",
     )
-
-
-def _partial_folder(out: Path, pid: int) -> Path:
-    return out.with_name(f".{out.name}.partial-{pid}")
-
-
-def _remove_abandoned(out: Path) -> None:
-    """Remove the hidden folders of this process and of dead writers of the same artifact."""
-    prefix = _partial_folder(out, 0).name.removesuffix("0")
-    for folder in out.parent.glob(f"{prefix}*"):
-        pid = folder.name.removeprefix(prefix)
-        if not (pid.isdigit() and int(pid) != os.getpid() and Path(f"/proc/{pid}").exists()):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _replace(folder: Path, out: Path) -> None:
-    """Move ``folder`` to ``out``. At any moment ``out`` is the old artifact, absent, or the new one: never a mix."""
-    if not out.exists():
-        folder.rename(out)
-        return
-    old = out.with_name(f"{folder.name}.old")
-    out.rename(old)
-    folder.rename(out)
-    shutil.rmtree(old, ignore_errors=True)

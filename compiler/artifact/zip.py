@@ -7,16 +7,15 @@ opened there like any folder, so that kernels can be loaded and weights mapped.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-import tempfile
 import zipfile
 from pathlib import Path
 
 from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.manifest import decode_manifest, is_valid_name
-from flexspec.errors import ArtifactError
-from flexspec.host.cache import cache_root
+from flexspec.errors import ArtifactError, StorageError
+from flexspec.host.cache import FIX, in_cache, temporary_cache, writable_cache
+from flexspec.host.files import new_file, new_folder, put_in_place, storage_error
 
 _FIXED_DATE = (1980, 1, 1, 0, 0, 0)
 _MODE_0644_FILE = 0o100644 << 16
@@ -34,18 +33,14 @@ def pack_artifact(folder: Path, out: Path) -> Path:
         manifest = decode_manifest((folder / layout.MANIFEST).read_bytes(), folder.name)
     except OSError:
         raise _not_an_artifact(folder, f"{folder.name} has no readable {layout.MANIFEST}") from None
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    try:
-        with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
-            for name in (layout.MANIFEST, *sorted(manifest.files)):
-                info = zipfile.ZipInfo(name, _FIXED_DATE)
-                info.external_attr = _MODE_0644_FILE
-                info.file_size = (folder / name).stat().st_size
-                with (folder / name).open("rb") as source, archive.open(info, "w") as target:
-                    shutil.copyfileobj(source, target, 1 << 20)
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
+    needed_bytes = sum(entry.size_bytes for entry in manifest.files.values())
+    with new_file(out, needed_bytes=needed_bytes) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name in (layout.MANIFEST, *sorted(manifest.files)):
+            info = zipfile.ZipInfo(name, _FIXED_DATE)
+            info.external_attr = _MODE_0644_FILE
+            info.file_size = (folder / name).stat().st_size
+            with (folder / name).open("rb") as source, archive.open(info, "w") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
     return out
 
 
@@ -57,10 +52,14 @@ def unpack_to_cache(path: Path) -> Path:
     try:
         with zipfile.ZipFile(path) as archive:
             members = _check_members(path, archive)
-            folder = _cache_folder(path, archive)
-            if not (folder / layout.MANIFEST).is_file():
-                _extract(archive, members, folder)
-            return folder
+            entry = _cache_entry(path, archive)
+            cached = in_cache("artifacts", entry)
+            if cached is not None and (cached / layout.MANIFEST).is_file():
+                return cached
+            try:
+                return _extract(archive, members, writable_cache("artifacts") / entry)
+            except StorageError as error:
+                return _extract(archive, members, temporary_cache("artifacts", error) / entry)
     except (*_ZIP_ERRORS, OSError) as error:
         raise _not_an_artifact(path, f"{path.name}: {error}") from None
 
@@ -70,15 +69,17 @@ def forget_unpacked(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             _check_members(path, archive)
-            shutil.rmtree(_cache_folder(path, archive), ignore_errors=True)
+            cached = in_cache("artifacts", _cache_entry(path, archive))
+            if cached is not None:
+                shutil.rmtree(cached, ignore_errors=True)
     except (*_ZIP_ERRORS, OSError) as error:
         raise _not_an_artifact(path, f"{path.name}: {error}") from None
 
 
-def _cache_folder(path: Path, archive: zipfile.ZipFile) -> Path:
+def _cache_entry(path: Path, archive: zipfile.ZipFile) -> str:
     data = archive.read(layout.MANIFEST)
     decode_manifest(data, path.name)
-    return cache_root() / "artifacts" / hashlib.sha256(data).hexdigest()[:32] / path.name
+    return f"{hashlib.sha256(data).hexdigest()[:32]}/{path.name}"
 
 
 def _check_members(path: Path, archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
@@ -100,20 +101,20 @@ def _check_members(path: Path, archive: zipfile.ZipFile) -> list[zipfile.ZipInfo
     return members
 
 
-def _extract(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
-    try:
+def _extract(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], folder: Path) -> Path:
+    """Unpack to ``folder``. What the archive refuses is its own fault, what the disk refuses is a StorageError."""
+    needed_bytes = sum(member.file_size for member in members)
+    with new_folder(folder) as partial:
         for member in members:
             target = partial / member.filename
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with archive.open(member) as source, target.open("wb") as file:
-                shutil.copyfileobj(source, file, 1 << 20)
-        if folder.exists():  # left by an interrupted clean-up of the cache
-            shutil.rmtree(folder)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(member) as source, target.open("wb") as file:
+                    shutil.copyfileobj(source, file, 1 << 20)
+            except OSError as error:
+                raise storage_error(error, folder, needed_bytes=needed_bytes, fix=FIX) from error
+        put_in_place(partial, folder)
+    return folder
 
 
 def _not_an_artifact(path: Path, found: str) -> ArtifactError:

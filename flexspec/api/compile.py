@@ -15,6 +15,7 @@ from flexspec.compiler.artifact.plan import Plan
 from flexspec.compiler.planner.plan_file import read_plan
 from flexspec.draft_plan import DraftLadder, DraftPlan, default_draft
 from flexspec.errors import CompileError
+from flexspec.host.causes import typed_errors
 from flexspec.kernels.cpu.build import ISA_FLAGS
 from flexspec.kernels.package.compile_model import compile_model
 from flexspec.kernels.package.options import CompileOptions
@@ -40,6 +41,7 @@ class CompiledArtifact(os.PathLike[str]):
         return str(self.path)
 
 
+@typed_errors()
 def compile(
     model: AnyPath,
     *,

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from flexspec.errors import EngineError, RequestError
+from flexspec.host.causes import typed_errors
 from flexspec.runtime.engine.api import Delta
 from flexspec.runtime.engine.complete import Completion
 from flexspec.runtime.open.engine import open_engine
@@ -29,6 +30,7 @@ class LLM:
     A context manager: at its end, or in :meth:`close`, running requests are cancelled and memory is freed.
     """
 
+    @typed_errors()
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
         """Open the artifact ``path`` (NAME.fspec, from ``flexspec.compile`` or the command).
 

@@ -23,6 +23,7 @@ from flexspec.compiler.prices.machine import open_machine
 from flexspec.compiler.prices.plan_models import check_same_vocabulary, open_profile
 from flexspec.compiler.prices.problem import Problem
 from flexspec.errors import PlanError, ProfileError
+from flexspec.host.causes import typed_errors
 from flexspec.types import DType
 
 
@@ -99,6 +100,7 @@ class PlanQuestion:
         return problem, profile
 
 
+@typed_errors()
 def plan(
     model: AnyPath,
     *,

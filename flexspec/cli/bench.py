@@ -6,6 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
+from flexspec.host.files import write_file
+
 EPILOG = """\
 --acceptance answers the prompts with each draft plan and measures the mean number of nodes at each depth and of tokens
 that a round commits. flexspec plan reads them from the profile.
@@ -72,10 +74,7 @@ def run(args: argparse.Namespace) -> int:
         )
     text = json.dumps(body, indent=1) + "\n"
     if args.output:
-        try:
-            args.output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ProfileError(f"{args.output} cannot be written ({error})", "a path", "choose another") from None
+        write_file(args.output, text)
     if args.json:
         print(text, end="")
         return 0

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from flexspec.host.cores import usable_cores
+from flexspec.host.files import write_file
 
 EPILOG = """\
 Steps of the artifact's LLM are timed on one core while the other cores run the same steps; links between processes
@@ -37,10 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.ranks <= 256:
         raise MachineError(f"--ranks {args.ranks}", "1 to 256", "choose a number of cores")
     result = calibrate(args.artifact, args.output.stem, ranks=args.ranks, links=not args.no_links)
-    try:
-        args.output.write_text(machine_toml(result.machine, result.tables_origin), encoding="utf-8")
-    except OSError as error:
-        raise MachineError(f"{args.output} cannot be written ({error})", "a path to a file", "choose another") from None
+    write_file(args.output, machine_toml(result.machine, result.tables_origin))
     print("rows  predicted ms  measured ms  ratio")
     for rows, predicted_us, measured_us in result.steps.rows:
         print(f"{rows:4d}  {predicted_us / 1e3:12.2f}  {measured_us / 1e3:11.2f}  {predicted_us / measured_us:5.2f}")

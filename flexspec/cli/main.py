@@ -2,19 +2,22 @@
 
 A subcommand is one module of this folder with ``add_arguments(parser)`` and ``run(args) -> int``, listed in COMMANDS.
 Only the module of the requested command is imported, so ``flexspec --help`` stays fast. Exit codes: 0 done, 1 a check
-or run failed, 2 wrong usage or a user error, 130 interrupted.
+or run failed, 2 wrong usage or a user error, 130 interrupted, 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from flexspec import __version__
 from flexspec.errors import FlexspecError
+from flexspec.host.causes import SYSTEM_ERRORS, Terminated, end_by_exception, user_error
 
 COMMANDS: dict[str, str] = {
     "compile": "compile a model and its SSM into one artifact, NAME.fspec",
@@ -67,20 +70,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # The top level has no option that takes a value, so the first word that is not an option is the command.
     command = next((word for word in arguments if not word.startswith("-")), None)
+    _open_closed_streams()
     args = build_parser(command).parse_args(arguments)
     try:
-        return int(args.run(args))
-    except FlexspecError as error:
-        if os.environ.get("FLEXSPEC_DEBUG"):
-            raise
-        print(f"flexspec {args.command}: {error}", file=sys.stderr)
-        return 2
+        if argv is None and "RANK" not in os.environ:  # ranks are ended by their launcher, in its own order
+            end_by_exception(signal.SIGTERM)
+        code = int(args.run(args))
+        sys.stdout.flush()  # a full disk behind ``> file`` shows here, while it can still be said
+        return code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output is gone (``| head``): keep the interpreter's last flush from complaining.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()  # the reader of our output is gone (``| head``)
         return 0
+    except Terminated:
+        print(f"flexspec {args.command}: ended by SIGTERM", file=sys.stderr)
+        return 128 + signal.SIGTERM
+    except (FlexspecError, *SYSTEM_ERRORS) as error:
+        if os.environ.get("FLEXSPEC_DEBUG"):
+            raise
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+            _forget_output()
+        print(f"flexspec {args.command}: {user_error(error)}", file=sys.stderr)
+        return 2
+
+
+def _open_closed_streams() -> None:
+    """A closed standard stream (``>&-``) is as one that nobody reads; its number must not go to a file of ours."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            handle = os.open(os.devnull, os.O_RDWR)
+            if handle != number:
+                os.dup2(handle, number)
+                os.close(handle)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
+def _forget_output() -> None:
+    """Keep the interpreter's last flush from complaining."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

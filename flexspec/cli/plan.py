@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexspec.host.files import write_file
+
 if TYPE_CHECKING:
     from flexspec.compiler.artifact.plan import Plan
     from flexspec.compiler.prices.acceptance_profile import AcceptanceProfile
@@ -203,10 +205,5 @@ def _save(args: argparse.Namespace, plan: Plan) -> None:
 
 
 def _write(path: Path, text: str, what: str) -> None:
-    from flexspec.errors import PlanError
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"{path} cannot be written ({error})", "a path to a file", "choose another path") from None
+    write_file(path, text)
     print(f"{what} written to {path}", file=sys.stderr)

@@ -16,9 +16,10 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from flexspec.errors import CompileError, ToolchainError
-from flexspec.host.cache import cache_root
+from flexspec.errors import CompileError, StorageError, ToolchainError
+from flexspec.host.cache import in_cache, temporary_cache, writable_cache
 from flexspec.host.exits import describe_exit
+from flexspec.host.files import write_file
 from flexspec.ops.record import all_records
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates" / "cpu"
@@ -110,8 +111,9 @@ def build_path(source: str, isa: str) -> Path:
     Raises ToolchainError without a compiler, CompileError with the compiler's message.
     """
     compiler = find_compiler()
-    cached = cache_root() / "cpu" / f"{build_key(source, isa, compiler)}.so"
-    if cached.exists():
+    name = f"{build_key(source, isa, compiler)}.so"
+    cached = in_cache("cpu", name)
+    if cached is not None:
         return cached
     with tempfile.TemporaryDirectory(prefix="flexspec-") as folder:
         work = Path(folder)
@@ -123,11 +125,17 @@ def build_path(source: str, isa: str) -> Path:
         if done.returncode:
             raise _failure(compiler, isa, source, done)
         data = (work / "program.so").read_bytes()
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    partial = cached.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_bytes(data)
-    partial.replace(cached)
-    return cached
+    return _store(name, data)
+
+
+def _store(name: str, data: bytes) -> Path:
+    path = writable_cache("cpu") / name
+    try:
+        write_file(path, data)
+    except StorageError as error:  # the cache is full
+        path = temporary_cache("cpu", error) / name
+        write_file(path, data)
+    return path
 
 
 def _failure(compiler: str, isa: str, source: str, done: subprocess.CompletedProcess[str]) -> CompileError:

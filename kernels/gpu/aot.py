@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flexspec.errors import CompileError, ToolchainError
+from flexspec.host.cache import writable_cache
 from flexspec.host.cores import usable_cores
 from flexspec.host.exits import describe_exit
 from flexspec.kernels.gpu.family import Config, Variant, family_of
@@ -101,7 +102,7 @@ def compile_variant(
     if config is None:
         return compile_variants([variant], [target], cache_dir=cache_dir)[0]
     job = _CompileJob(variant, config, target_of(target), render(variant, config))
-    result = _compile_all([job], cache_dir or default_cache_dir(), None)[0]
+    result = _compile_all([job], cache_dir or writable_cache("triton"), None)[0]
     if isinstance(result, str):
         raise _failure(variant, job.target, f"{config.name}: {result}")
     return result
@@ -118,7 +119,7 @@ def compile_variants(
 
     Raises CompileError with a table of everything tried when nothing fits.
     """
-    folder = cache_dir or default_cache_dir()
+    folder = cache_dir or writable_cache("triton")
     pairs = [(variant, target_of(name)) for variant in dict.fromkeys(variants) for name in dict.fromkeys(targets)]
     queues = {pair: iter(family_of(pair[0].family).configs(*pair)) for pair in pairs}
     tried: dict[tuple[Variant, Target], list[str]] = {pair: [] for pair in pairs}
@@ -149,15 +150,6 @@ def resource_rows(compiled: Sequence[CompiledVariant]) -> list[dict[str, str | i
         for result in compiled
         for kernel in result.kernels.values()
     ]
-
-
-def default_cache_dir() -> Path:
-    """``$FLEXSPEC_CACHE/triton``, else the user's cache folder."""
-    base = (
-        os.environ.get("FLEXSPEC_CACHE")
-        or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flexspec"
-    )
-    return Path(base) / "triton"
 
 
 def triton_version() -> str:

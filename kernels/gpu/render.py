@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import sys
 import tempfile
 from functools import lru_cache
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from flexspec.host.files import write_file
 from flexspec.kernels.gpu.family import Config, Variant, family_of
 
 if TYPE_CHECKING:
@@ -48,10 +48,7 @@ def import_source(source: str, folder: Path | None = None) -> ModuleType:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / f"{name}.py"
     if not path.exists() or path.read_text() != source:
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".py")
-        with os.fdopen(handle, "w") as file:
-            file.write(source)
-        os.replace(temporary, path)
+        write_file(path, source)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -7,7 +7,6 @@ that has it is complete. Shape letters: N tokens of a shard, J taps, E hidden.
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexspec.errors import TuneError
+from flexspec.host.files import new_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,8 @@ def shard_exists(folder: Path, shard: int) -> bool:
 def write_shard(folder: Path, shard: int, conversations: Sequence[Conversation]) -> None:
     """Write one complete shard; an interrupted write leaves a shard that does not exist."""
     table, states = _paths(folder, shard)
-    folder.mkdir(parents=True, exist_ok=True)
     for path in (states, table):
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("wb") as file:
+        with new_file(path) as file:
             if path is states:
                 np.save(file, np.concatenate([c.states for c in conversations]))
             else:
@@ -66,7 +64,6 @@ def write_shard(folder: Path, shard: int, conversations: Sequence[Conversation])
                     indices=np.array([c.index for c in conversations], np.int64),
                     kinds=np.array([c.kind for c in conversations]),
                 )
-        os.replace(partial, path)
 
 
 def read_shard(folder: Path, shard: int) -> list[Conversation]:

@@ -6,8 +6,6 @@ The embedding and the LM head are not in it: both are rows of the LLM's own matr
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from flexspec.compiler.artifact import layout
 from flexspec.compiler.artifact.ngram_table import Arrays, save_table
 from flexspec.compiler.frontends.loaded_model import LoadedModel
 from flexspec.errors import TuneError
+from flexspec.host.files import new_folder, put_in_place, sync
 from flexspec.ops.rope import RopeConfig
 from flexspec.runtime.tune.config import TuneConfig
 from flexspec.runtime.tune.evaluate import TOP, HitRates
@@ -78,9 +77,15 @@ def export(
     result: TuneResult, command: str,
 ) -> None:  # fmt: skip
     """Write the folder ``out`` in one move; an older one is replaced. Raises TuneError if it would be too big."""
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with new_folder(out) as partial:
+        _fill(partial, model, config, weights, keep_ids, table, result, command)
+        put_in_place(partial, out)
+
+
+def _fill(
+    partial: Path, model: LoadedModel, config: TuneConfig, weights: Weights, keep_ids: np.ndarray[Any, Any],
+    table: Arrays, result: TuneResult, command: str,
+) -> None:  # fmt: skip
     tensors = {name: weights[name].detach().to(torch.bfloat16).contiguous() for name in sorted(weights)}
     tensors["keep_ids"] = torch.from_numpy(keep_ids.astype(np.int32))
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
@@ -99,9 +104,9 @@ def export(
         raise TuneError(
             f"a result of {size} bytes", f"at most {MAX_BYTES}", "lower --ngram-bytes, or tune a narrower model"
         )
-    if out.exists():
-        shutil.rmtree(out)
-    os.replace(partial, out)
+    for path in partial.iterdir():
+        with path.open("rb") as file:
+            sync(file)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

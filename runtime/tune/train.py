@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexspec.errors import TuneError
+from flexspec.host.files import new_file
 from flexspec.runtime.tune.autograd import distil_loss, pad_rows
 from flexspec.runtime.tune.batches import Batch, SubVocabulary, draw_sub_vocabulary, load_batch, plan_batches
 from flexspec.runtime.tune.config import TrainConfig
@@ -165,15 +166,13 @@ class Trainer:
         self.losses.append(round(loss, 4))
 
     def _save(self) -> None:
-        self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._checkpoint.with_suffix(".partial")
         state = {
             "weights": {name: w.detach() for name, w in self.weights.items()},
             "optimizer": self._optimizer.state_dict(),
             "step": self.step, "trained_tokens": self.trained_tokens, "losses": self.losses,
         }  # fmt: skip
-        torch.save(state, partial)
-        os.replace(partial, self._checkpoint)
+        with new_file(self._checkpoint) as file:
+            torch.save(state, file)
 
     def _resume(self) -> None:
         if not self._checkpoint.is_file():
