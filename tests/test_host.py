@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,3 +92,16 @@ def test_what_says_nothing_limits_nothing(tmp_path: Path, rows: str) -> None:
     write(tmp_path / "proc" / "self", cgroup=rows)
     assert memory_limits(tmp_path / "proc", tmp_path) == [] and cpu_quota(tmp_path / "proc", tmp_path) is None
     assert memory_limits(tmp_path / "none", tmp_path) == [] and cpu_quota(tmp_path / "none", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "after", "told"), [(64, 8192, 4096, 0), (64, 256, 256, 1), (8192, 8192, 8192, 0)]
+)
+def test_the_soft_limit_of_open_files_is_raised(soft: int, hard: int, after: int, told: int) -> None:
+    script = (
+        "import resource, sys; from flexspec.host.open_files import *\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))\n"
+        "print(raise_open_files() is not None, open_file_limits()[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(soft), str(hard)], capture_output=True, text=True)
+    assert done.stdout.split() == [str(bool(told)), str(after)], done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,8 +72,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve_on_port(args: argparse.Namespace, options: ServeOptions, open_llm: OpenLlm | None) -> int:
+    from flexspec.host.open_files import raise_open_files
     from flexspec.runtime.server.listen import reserve_port
 
+    faulthandler.enable(all_threads=False)  # a mapped weight file that is cut (SIGBUS) ends the process with a word
+    if (few := raise_open_files()) is not None:
+        print(f"flexspec serve: {few}", file=sys.stderr, flush=True)
     with reserve_port(args.host, args.port) as listener:  # a busy port must fail before any weight is read
         return _serve(args, options, listener, open_llm)
 
@@ -90,20 +95,30 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, op
 
     from flexspec.cli.ranks import report_end
     from flexspec.compiler.artifact import layout
+    from flexspec.compiler.artifact.opened import OpenedArtifact
+    from flexspec.compiler.artifact.opened_files import OpenedFiles
     from flexspec.runtime.distributed.processes import this_rank
     from flexspec.runtime.engine.thread import EngineThread
-    from flexspec.runtime.open.engine import open_engine
+    from flexspec.runtime.open.engine import open_artifact_engine
     from flexspec.runtime.server.app import create_app
     from flexspec.runtime.server.metrics import Metrics
     from flexspec.runtime.server.requests import ServerLimits
     from flexspec.runtime.server.serve import serve
 
     metrics = Metrics(CollectorRegistry())
-    served = open_engine(args.artifact, options, metrics, open_llm)
+    artifact = OpenedArtifact.at(args.artifact, check_digests=options.checks)
+    files = OpenedFiles(artifact.files)
+    served = open_artifact_engine(artifact, options, metrics, open_llm)
     name = args.name or args.artifact.name.removesuffix(layout.SUFFIX)
     thread = EngineThread(served.engine)
     if open_llm is not None:
         _end_with_ranks(served, thread)
+    end_watch = files.watch(
+        lambda what: thread.fail(
+            f"{args.artifact} was written while it was served ({what}); "
+            "compile -o replaces an artifact without touching what is being served"
+        )
+    )
     limits = ServerLimits(served.context_tokens, default_max_tokens=DEFAULT_MAX_TOKENS)
     app = create_app(served.engine, served.tokenizer, served.chat, name, metrics, limits)
     host, port = listener.getsockname()[:2]
@@ -126,5 +141,6 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, op
             report_end(failure)
         return code
     finally:
+        end_watch()
         thread.close()
         served.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,3 +169,16 @@ def test_a_model_without_a_chat_template_completes_and_says_why_it_cannot_chat(a
         served.close()
     assert chat.status_code == 400 and "chat template" in chat.json()["error"]["message"]
     assert text.status_code == 200 and text.json()["choices"][0]["text"]
+
+
+def test_an_artifact_written_while_it_is_served_ends_the_server_with_a_word(artifact: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(artifact, tmp_path / "copy.fspec"))
+    with serving(copy) as server:
+        weights = next(copy.glob("weights/*"))
+        with weights.open("r+b") as file:
+            file.seek(-16, os.SEEK_END)
+            file.write(bytes(range(16)))
+        assert server.process.wait(60) == 1
+        assert server.process.stderr is not None
+        last = server.process.stderr.read()
+        assert f"written while it was served (the contents of weights/{weights.name} changed)" in last
