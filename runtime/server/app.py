@@ -28,6 +28,7 @@ from flexspec.runtime.server.drain import Drain
 from flexspec.runtime.server.failures import Failure, HttpError, failure_of, log_failure, shutting_down, wrong_model
 from flexspec.runtime.server.metrics import Metrics
 from flexspec.runtime.server.openai import Json, model_card
+from flexspec.runtime.server.prompt_bounds import BoundedChat, BoundedTokenizer
 from flexspec.runtime.server.refusals import cut
 from flexspec.runtime.server.requests import (
     ChatBody,
@@ -59,8 +60,14 @@ def create_app(
     app = FastAPI(title="flexspec", version=__version__, docs_url=None, redoc_url=None)
     app.state.drain, app.state.engine = Drain(), engine
     handler = _RequestHandler(engine, model_name, limits, app.state.drain)
-    as_chat: Reader = partial(read_chat, tokenizer=tokenizer, chat=chat, limits=limits)
-    as_text: Reader = partial(read_completion, tokenizer=tokenizer, limits=limits)
+    bounded = BoundedTokenizer(tokenizer, limits.context_tokens)
+    bounded_chat = None if chat is None else BoundedChat(chat, bounded)
+
+    def as_chat(body: Json) -> GenerationRequest:
+        bounded.check_count(body.get("messages"))
+        return read_chat(body, bounded, bounded_chat, limits)
+
+    as_text: Reader = partial(read_completion, tokenizer=bounded, limits=limits)
     parts: Json = {}
     _add_generating(app, handler, CHAT_PATH, ChatBody, as_chat, parts)
     _add_generating(app, handler, TEXT_PATH, CompletionBody, as_text, parts)

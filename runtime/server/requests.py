@@ -37,6 +37,9 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def longest_token_bytes(self) -> int | None: ...  # of a text, behind one token; None without a bound
+
     def encode(self, text: str, add_special: bool) -> list[int]: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...

@@ -11,11 +11,13 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import tokenizers
 
 from flexspec.errors import RequestError, TokenizerError
+from flexspec.runtime.text.token_lengths import bytes_factor
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _FIX = "check the model's tokenizer.json, or convert the model again"
@@ -49,7 +51,9 @@ class Tokenizer:
             self._special.add(bos_id)
         self._vocab: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self._vocab.values(), default=-1) + 1
-        self._rules = _DecodeRules(json.loads(tokenizer_json).get("decoder"))
+        settings = json.loads(tokenizer_json)
+        self._rules = _DecodeRules(settings.get("decoder"))
+        self._bytes_factor = bytes_factor(settings)
         self._bytes: dict[int, bytes] = {}
         prefix: list[int] = _guarded(lambda: self._inner.encode("", add_special_tokens=True).ids)
         while prefix and prefix[-1] in self.eos_ids and prefix[-1] != bos_id:
@@ -94,6 +98,13 @@ class Tokenizer:
             known = b"" if text is None else self._rules.to_bytes(text)
             self._bytes[token_id] = known
         return known
+
+    @cached_property
+    def longest_token_bytes(self) -> int | None:
+        """Most bytes of a text that one token can stand for; None where there is no bound."""
+        if self._bytes_factor is None:
+            return None
+        return self._bytes_factor * max((len(self.token_bytes(token)) for token in self._vocab.values()), default=1)
 
     def leading_spaces_dropped(self) -> int:
         """How many leading spaces the tokenizer puts before a text and decoding removes."""

@@ -165,6 +165,7 @@ class ByteTokenizer:
     """UTF-8 bytes as ids; BOS for a leading "<bos>", or in front when asked, once."""
 
     vocab_size = BOS + 1
+    longest_token_bytes = 5  # "<bos>"
 
     def encode(self, text: str, add_special: bool) -> list[int]:
         written = text.startswith("<bos>")
