@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+_ALWAYS_FITS = 60_000.0  # magnitudes that every format holds: most weights need no second look
+
+
 def format_names() -> tuple[str, ...]:
     """Names of all formats, which are those of the other files in this folder; imports none of them."""
     import flexspec.weight_formats as package
@@ -45,15 +48,31 @@ def plain_format(dtype: DType) -> WeightFormat:
 
 
 def encode_weight(name: str, stored: WeightFormat, values: NDArray[np.float32]) -> NDArray[np.generic]:
-    """The rows of weight ``name`` as a format stores them. Raises WeightError for a value that it cannot hold."""
+    """The rows of weight ``name`` as a format stores them. Raises WeightError for a value that it cannot hold.
+
+    The check is of what is stored: a number that is finite in float32 may round to infinity, and one such row would end
+    every request that meets its token.
+    """
+    import numpy as np
+
     try:
-        return stored.encode(values)
+        encoded = stored.encode(values)
     except OverflowError as error:
-        raise WeightError(
-            f"weight {name} has {error}, out of range for {stored.name} ({stored.doc})",
-            "weights that the format can hold",
-            "choose another format (--weights)",
-        ) from None
+        raise _out_of_range(name, stored, str(error)) from None
+    if stored.dtype is not DType.F32 and values.size and float(np.abs(values).max()) > _ALWAYS_FITS:
+        beyond = ~np.isfinite(stored.decode(encoded)).reshape(values.shape)
+        if beyond.any():
+            first = tuple(int(at[0]) for at in np.nonzero(beyond))
+            raise _out_of_range(name, stored, f"{values[first]} at {list(first)}")
+    return encoded
+
+
+def _out_of_range(name: str, stored: WeightFormat, what: str) -> WeightError:
+    return WeightError(
+        f"weight {name} has {what}, out of range for {stored.name} ({stored.doc})",
+        "weights that the format can hold",
+        "choose another format (--weights, or --dtype f32)",
+    )
 
 
 def stored_values(name: str, kind: TensorType, values: NDArray[np.float32]) -> NDArray[np.float32]:

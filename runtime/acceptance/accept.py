@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.errors import EngineError
 from flexspec.runtime.acceptance.noise import Decisions, RoundNoise
 from flexspec.runtime.acceptance.transforms import LawV, target_law
 from flexspec.sampling import SamplingParams
@@ -32,15 +33,23 @@ class Accepted:
     """What a round may commit."""
 
     nodes: tuple[int, ...]  # the accepted path, root first
-    next_token: int  # follows the path's last node and is not in the tree
+    next_token: int | None  # follows the path's last node and is not in the tree; None: its row is not finite
+
+    @property
+    def sound(self) -> bool:
+        return self.next_token is not None
 
     def tokens(self, tree: TokenTree) -> list[int]:
         """The tokens this round offers to commit: those of the path below the root, then ``next_token``."""
-        return [tree.tokens[node] for node in self.nodes[1:]] + [self.next_token]
+        path = [tree.tokens[node] for node in self.nodes[1:]]
+        return path if self.next_token is None else [*path, self.next_token]
 
 
 def accept_greedy(tree: TokenTree, argmax_T: NDArray[np.int32]) -> Accepted:
-    """The longest path on which every token is the LLM's argmax at its parent; the lowest node wins a tie."""
+    """The longest path on which every token is the LLM's argmax at its parent; the lowest node wins a tie.
+
+    An argmax of -1 is that of a row which is not finite.
+    """
     assert len(argmax_T) == len(tree), "one argmax a node"
     depth_T = [0] + [-1] * (len(tree) - 1)  # -1: off the path
     best = 0
@@ -49,7 +58,8 @@ def accept_greedy(tree: TokenTree, argmax_T: NDArray[np.int32]) -> Accepted:
         if depth_T[parent] >= 0 and tree.tokens[node] == argmax_T[parent]:
             depth_T[node] = depth_T[parent] + 1
             best = node if depth_T[node] > depth_T[best] else best
-    return Accepted(tuple(tree.path(best)), int(argmax_T[best]))
+    following = int(argmax_T[best])
+    return Accepted(tuple(tree.path(best)), following if following >= 0 else None)
 
 
 def choose_method(tree: TokenTree) -> Method:
@@ -71,8 +81,9 @@ def accept_sampled(
 ) -> Accepted:
     """Accept so that the committed tokens follow the target law of ``params`` exactly, whatever was drafted.
 
-    ``position`` is the index in the sequence of the token after the root (= tokens committed so far). Raises
-    EngineError when a visited row of logits has NaN or only -inf. Asserts that ``method`` is exact for this tree.
+    ``position`` is the index in the sequence of the token after the root (= tokens committed so far). A visited row of
+    logits with NaN or only -inf ends the path of rule "match" and is an EngineError of the others. Asserts that
+    ``method`` is exact for this tree.
     """
     assert logits_TV.shape[0] == len(tree), "one row of logits a node"
     method = method or choose_method(tree)
@@ -113,7 +124,11 @@ def _match(tree: TokenTree, law_of: LawOf, noise: Decisions) -> Accepted:
     frontier = [0]  # siblings with equal tokens are one path as far as the LLM is concerned
     while True:
         node = frontier[0]
-        token = noise.draw(law_of(node), len(tree.path(node)) - 1)
+        try:
+            law_V = law_of(node)
+        except EngineError:  # the row is not finite: the path up to it stands, as it would without drafts
+            return Accepted(tuple(tree.path(node)), None)
+        token = noise.draw(law_V, len(tree.path(node)) - 1)
         frontier = [child for at in frontier for child in children[at] if tree.tokens[child] == token]
         if not frontier:
             return Accepted(tuple(tree.path(node)), token)

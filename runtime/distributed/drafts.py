@@ -183,8 +183,8 @@ class DraftHost:
                 _apply(drafter, kind, request_id, rest, features)
             drafter.use(DraftPlan.parse(head["plan"]))
             requests = [
-                DraftRequest(ident, last, nodes, depth, SamplingParams(**params) if params else _GREEDY)
-                for ident, last, nodes, depth, params in head["requests"]
+                DraftRequest(ident, last, nodes, depth, SamplingParams(**params) if params else _GREEDY, seed)
+                for ident, last, nodes, depth, params, seed in head["requests"]
             ]
         except (KeyError, TypeError, ValueError) as error:
             raise _garbled(error) from None
@@ -210,7 +210,7 @@ def _apply(
 def _encode_request(plan: DraftPlan, request: DraftRequest) -> list[Any]:
     """Sampling parameters are sent only if nodes are drawn by them."""
     params = {name: getattr(request.params, name) for name in LAW_FIELDS} if plan.sampled == "mixed" else None
-    return [request.request_id, request.last_token, request.max_nodes, request.max_depth, params]
+    return [request.request_id, request.last_token, request.max_nodes, request.max_depth, params, request.seed]
 
 
 def encode_trees(ids: Sequence[int], trees: Sequence[TokenTree]) -> Bytes:

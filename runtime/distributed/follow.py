@@ -23,13 +23,13 @@ from flexspec.runtime.distributed.message import (
 )
 from flexspec.runtime.distributed.shards import Shard
 from flexspec.runtime.executors.room import Room
-from flexspec.runtime.executors.step import StepBatch, StepResult
+from flexspec.runtime.executors.step import StepResult
 
 
 class Follower:
     """A rank with a part of the LLM (``shard``), with SSMs (``host``), or with both.
 
-    ``sends_results``: it sends each step's results to rank 0; ``vocab_size`` and ``feature_columns`` are their sizes.
+    ``sends_results``: it sends each step's results to rank 0.
     """
 
     def __init__(
@@ -40,11 +40,8 @@ class Follower:
         room: Room,
         *,
         sends_results: bool,
-        vocab_size: int,
-        feature_columns: int,
     ) -> None:
         self._seat, self._shard, self._host, self._room, self._sends_results = seat, shard, host, room, sends_results
-        self._vocab_size, self._feature_columns = vocab_size, feature_columns
 
     def run(self) -> None:
         """Serve rank 0's messages until it sends STOP.
@@ -72,18 +69,9 @@ class Follower:
 
     def _step(self, shard: Shard, header: Header, body: Bytes) -> None:
         message = decode_step(header, body)
-        try:
-            result = shard.step(message.batch, want_logits=message.want_logits, want_features=message.want_features)
-        except EngineError:  # logits that are not finite: rank 0 sees it in the result and ends the engine
-            result = self._failed(message.batch, message.want_logits, message.want_features)
+        result = shard.step(message.batch, want_logits=message.want_logits, want_features=message.want_features)
         if self._sends_results and result is not None:
             self._send_result(result)
-
-    def _failed(self, batch: StepBatch, want_logits: bool, want_features: bool) -> StepResult:
-        """A result that rank 0 recognises as a failure, of the sizes that it expects."""
-        return StepResult.room_for(
-            batch, self._vocab_size, self._feature_columns, want_logits=want_logits, want_features=want_features
-        )
 
     def _send_result(self, result: StepResult) -> None:
         for array in result.arrays():

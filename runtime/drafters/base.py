@@ -29,6 +29,7 @@ class DraftRequest:
     max_nodes: int  # drafted nodes, without the root
     max_depth: int
     params: SamplingParams
+    seed: int = 0  # of the request's noise: its own, or the fresh one of its sequence
 
 
 class Drafter(Protocol):

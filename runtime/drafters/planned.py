@@ -197,7 +197,7 @@ class PlannedDrafter:
     def _limit(self, limits: WorstCase, request: DraftRequest) -> DraftRequest:
         usual = int(_HEADROOM * self._usual_nodes) + _SPARE_NODES
         nodes, depth = min(request.max_nodes, limits.max_nodes, usual), min(request.max_depth, limits.max_depth)
-        return DraftRequest(request.request_id, request.last_token, nodes, depth, request.params)
+        return DraftRequest(request.request_id, request.last_token, nodes, depth, request.params, request.seed)
 
     def _select(self, plan: DraftPlan, request: DraftRequest, tree: TokenTree, survival: Sequence[float]) -> list[int]:
         """Drafted nodes within the request's limits, best first."""

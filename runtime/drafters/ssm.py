@@ -183,8 +183,7 @@ class SsmDrafter:
         if not self._pool.grow(context.pages, context.cached + len(context.pending) + expansion.draft_rows):
             self.counts["skipped_pool_full"] += 1
             return None
-        seed = request.params.seed if request.params.seed is not None else request.request_id
-        noise = DraftNoise(seed, context.next_position) if drawn else None
+        noise = DraftNoise(request.seed, context.next_position) if drawn else None
         return DraftJob(place, request, context, Growth(request.last_token, self.name), expansion, noise)
 
     def _give_up(self, context: Context) -> None:

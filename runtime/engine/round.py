@@ -56,7 +56,7 @@ def draft_request(running: Running, limits: WorstCase, max_nodes: int) -> DraftR
     """A request's draft: no deeper than it may still commit, less the token that the LLM adds."""
     sequence = running.sequence
     nodes, depth = min(max_nodes, limits.max_nodes), min(sequence.tokens_left - 1, limits.max_depth)
-    return DraftRequest(sequence.request_id, sequence.last_token, nodes, depth, sequence.params)
+    return DraftRequest(sequence.request_id, sequence.last_token, nodes, depth, sequence.params, sequence.seed)
 
 
 def tree_work(running: Running, tree: TokenTree) -> Work:

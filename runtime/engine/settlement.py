@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from flexspec.errors import EngineError
 from flexspec.runtime.acceptance.accept import Accepted, accept_greedy, accept_sampled
 from flexspec.runtime.drafters.planned import PlannedDrafter
 from flexspec.runtime.engine.api import Delta
@@ -22,15 +23,21 @@ from flexspec.runtime.engine.scheduler import Running
 from flexspec.runtime.executors.step import Executor, StepResult
 from flexspec.tree import TokenTree
 
+_NOT_FINITE = EngineError(
+    "logits that are not finite", "finite numbers", "check the model's weights; bf16 may overflow where f32 does not"
+)
+
 
 class Finish(Protocol):
     """Ends a request: frees what it holds and tells its caller the last text and tokens."""
 
-    def __call__(self, running: Running, reason: str, *, text: str, tokens: tuple[int, ...]) -> None: ...
+    def __call__(
+        self, running: Running, reason: str, error: str | None = None, *, text: str, tokens: tuple[int, ...]
+    ) -> None: ...
 
 
 class Settlement:
-    """Settles the steps of one engine; ``finish`` ends a request whose committed tokens ended it."""
+    """Settles the steps of one engine; ``finish`` ends a request whose tokens or whose broken row ended it."""
 
     def __init__(
         self, executor: Executor, drafter: PlannedDrafter, clock: Clock, observer: Observer | None, finish: Finish
@@ -60,10 +67,12 @@ class Settlement:
         running.cached += len(w.rows.ids)
         if not w.rows.logit_rows:
             return
-        token = self._accept(running, TokenTree.root_only(sequence.last_token), result, logits).next_token
+        root = TokenTree.root_only(sequence.last_token)
+        accepted = self._accept(running, root, result, logits)
         now = time.monotonic()
         sequence.prefill_s, running.first_token_at = now - running.admitted_at, now
-        self._deliver(running, [token], commit(sequence, [token]), None if features is None else features[-1:])
+        done = commit(sequence, accepted.tokens(root))
+        self._deliver(running, root, accepted, done, None if features is None else features[-1:])
 
     def _settle_tree(
         self, w: Work, tree: TokenTree, result: StepResult, logits: slice, features: NDArray[np.float32] | None
@@ -74,21 +83,24 @@ class Settlement:
         self._gather(running, path)
         if len(tree) > 1:
             self._drafter.record(tree, accepted.nodes)
-        tokens = accepted.tokens(tree)
-        done = commit(sequence, tokens)
+        done = commit(sequence, accepted.tokens(tree))
         taken = accepted.nodes[1 : done.count + 1]  # an end inside the path drops the nodes after it
         sequence.record_round(len(tree) - 1, len(taken))
         if self._observer:
             report_round(self._observer, tree, taken, done.count)
-        self._deliver(running, tokens, done, None if features is None else features[path])
+        self._deliver(running, tree, accepted, done, None if features is None else features[path])
         return done.count
 
     def _accept(self, running: Running, tree: TokenTree, result: StepResult, rows: slice) -> Accepted:
+        """What the request may commit: nothing, if a row that decides it is not finite. Others go on without it."""
         sequence = running.sequence
         if sequence.params.greedy:
             return accept_greedy(tree, result.argmax_L[rows])
         assert result.logits_LV is not None
-        return accept_sampled(tree, result.logits_LV[rows], sequence.params, sequence.seed, len(sequence))
+        try:
+            return accept_sampled(tree, result.logits_LV[rows], sequence.params, sequence.seed, len(sequence))
+        except EngineError:
+            return Accepted((0,), None)
 
     def _gather(self, running: Running, path: NDArray[np.int32]) -> None:
         """Move the accepted nodes' K/V to the slots of their positions; rejected rows are simply overwritten later."""
@@ -101,14 +113,23 @@ class Settlement:
         running.cached += len(path)
 
     def _deliver(
-        self, running: Running, tokens: Sequence[int], done: Committed, features: NDArray[np.float32] | None
+        self,
+        running: Running,
+        tree: TokenTree,
+        accepted: Accepted,
+        done: Committed,
+        features: NDArray[np.float32] | None,
     ) -> None:
-        """Tell the drafters and the caller what was committed; end the request if that ended it."""
-        sequence, committed = running.sequence, tuple(tokens[: done.count])
+        """Tell the drafters and the caller what was committed; end the request if that, or a broken row, ended it."""
+        sequence, tokens = running.sequence, accepted.tokens(tree)
+        committed = tuple(tokens[: done.count])
         if running.first_token_at is not None:
             sequence.decode_s = time.monotonic() - running.first_token_at
         if done.finish_reason is not None:
             self._finish(running, done.finish_reason, text=done.text, tokens=committed)
+            return
+        if not accepted.sound:
+            self._finish(running, "error", str(_NOT_FINITE), text=done.text, tokens=committed)
             return
         self._drafter.observe(sequence.request_id, tokens, features)
         running.on_delta(Delta(done.text, committed))

@@ -24,7 +24,7 @@ from flexspec.kernels.cpu.pack import pack
 from flexspec.kernels.cpu.render import render
 from flexspec.kv_slots import STEP_ROWS
 from flexspec.runtime.executors.step import StepBatch, StepResult
-from flexspec.runtime.executors.step_rules import check_finite, program_arrays
+from flexspec.runtime.executors.step_rules import best_L, program_arrays
 from flexspec.runtime.executors.step_times import StepTimes
 from flexspec.types import PAGE_TOKENS
 
@@ -94,7 +94,7 @@ class CpuRank:
     ) -> StepResult | None:
         """One step; None from ranks before the last stage, the same from all others. All ranks pass the same flags.
 
-        Raises what ``meet`` raises, and EngineError for logits that are not finite.
+        Raises what ``meet`` raises.
         """
         began = time.monotonic_ns()
         result = self._step(batch, meet, want_logits, want_features)
@@ -128,7 +128,6 @@ class CpuRank:
             assert result.logits_LV is not None
             argmax_L, logits_LV = self._joined(self._join, meet, result.argmax_L, result.logits_LV, want_logits)
             result = StepResult(argmax_L, logits_LV, result.features_TE)
-        check_finite(result.argmax_L)
         return result
 
     def _joined(
@@ -137,7 +136,7 @@ class CpuRank:
         """Argmax over the whole vocabulary, and all logits if wanted; else ranks exchange only their best value."""
         if want_logits:
             logits_LV = meet(self.rank, join, share_LV)
-            return _best(logits_LV), logits_LV
+            return best_L(logits_LV), logits_LV
         attrs = dict(join.attrs)
         sizes, part = attrs["sizes"], attrs["part"]
         assert isinstance(sizes, tuple) and isinstance(part, int)
@@ -158,13 +157,6 @@ class CpuRank:
 
     def close(self) -> None:
         self._library.close()
-
-
-def _best(logits_LV: Rows) -> NDArray[np.int32]:
-    """Argmax as the programs compute it: the lowest index wins, -1 where nothing is finite."""
-    shown = np.where(np.isnan(logits_LV), -np.inf, logits_LV)
-    argmax_L: NDArray[np.int32] = np.where(shown.max(-1) > -np.inf, shown.argmax(-1), -1).astype(np.int32)
-    return argmax_L
 
 
 def _pair_join(join: Node, ranks: int) -> Node:

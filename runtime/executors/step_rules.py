@@ -29,12 +29,11 @@ def check_step(batch: StepBatch, max_rows: int, max_positions: int, id_rows: int
         )
 
 
-def check_finite(argmax_L: NDArray[np.int32]) -> None:
-    """Raises EngineError for an argmax of -1, which means that no logit was finite."""
-    if len(argmax_L) and int(argmax_L.min()) < 0:
-        raise EngineError(
-            "logits that are not finite", "finite logits", "check the weights; bf16 may overflow where f32 does not"
-        )
+def best_L(logits_LV: NDArray[np.float32]) -> NDArray[np.int32]:
+    """Argmax as the programs compute it: the lowest index wins, -1 for a row where nothing is finite."""
+    shown = np.where(np.isnan(logits_LV), -np.inf, logits_LV)
+    argmax_L: NDArray[np.int32] = np.where(shown.max(-1) > -np.inf, shown.argmax(-1), -1).astype(np.int32)
+    return argmax_L
 
 
 def program_arrays(batch: StepBatch) -> dict[str, NDArray[np.generic] | None]:

@@ -123,7 +123,7 @@ class TritonExecutor:
         logits_LV = values[self._logits[0]].float()
         features = [values[name].float() for name in self._feature_names] if want_features else []
         return StepResult(
-            argmax_L=logits_LV.argmax(-1).to(torch.int32).cpu().numpy(),  # torch's argmax is the first maximum
+            argmax_L=_best(logits_LV),
             logits_LV=logits_LV.cpu().numpy() if want_logits else None,
             features_TE=torch.cat(features, -1).cpu().numpy() if features else None,
         )
@@ -177,6 +177,14 @@ class TritonExecutor:
 
     def _index(self, slots: NDArray[np.int32]) -> torch.Tensor:
         return torch.from_numpy(np.asarray(slots, np.int64)).to(self.device)
+
+
+def _best(logits_LV: torch.Tensor) -> NDArray[np.int32]:
+    """Argmax, on the device: the lowest index wins (torch's is the first maximum), -1 where nothing is finite."""
+    shown = torch.where(logits_LV.isnan(), -torch.inf, logits_LV)
+    best, index = shown.max(-1).values, shown.argmax(-1)
+    chosen: NDArray[np.int32] = torch.where(best > -torch.inf, index, -1).to(torch.int32).cpu().numpy()
+    return chosen
 
 
 def _instructions(graph: Graph, max_tree_tokens: int, *, alone: bool) -> tuple[_Instruction, ...]:

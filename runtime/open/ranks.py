@@ -63,10 +63,8 @@ def run_follower(path: Path, options: ServeOptions, on_shard: OnShard | None = N
         shard.join(seat)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    Follower(
-        seat, shard, DraftHost(drafters) if drafters else None, options.room, sends_results=_source(records) == rank,
-        vocab_size=artifact.llm.outputs, feature_columns=artifact.llm.feature_columns,
-    ).run()  # fmt: skip
+    host = DraftHost(drafters) if drafters else None
+    Follower(seat, shard, host, options.room, sends_results=_source(records) == rank).run()
     for executor in executors:
         executor.close()
     if shard is not None:

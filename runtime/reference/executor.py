@@ -16,7 +16,7 @@ from flexspec.graph import Graph
 from flexspec.kernels.reference import TORCH_DTYPES, run_graph, weight_tensor
 from flexspec.ops.bounds import IDS, POSITIONS, input_bound
 from flexspec.runtime.executors.step import StepBatch, StepResult
-from flexspec.runtime.executors.step_rules import check_step
+from flexspec.runtime.executors.step_rules import best_L, check_step
 from flexspec.runtime.executors.top_successors import top_successors
 from flexspec.types import PAGE_TOKENS, Role
 
@@ -74,7 +74,7 @@ def step_result(
     """A step's result, from the logits and features that the graph returned."""
     logits_LV = logits.float().numpy()
     return StepResult(
-        argmax_L=logits_LV.argmax(-1).astype(np.int32),
+        argmax_L=best_L(logits_LV),
         logits_LV=logits_LV if want_logits else None,
         features_TE=torch.cat([feature.float() for feature in features], -1).numpy()
         if features and want_features

@@ -49,17 +49,28 @@ struct KvLayout {
       return load<vf>(tile + i * 16);
     }
   }
+  static bool storable(const float* v) {  // whether all of them are finite, also when rounded to E
+    vf sum = {};
+    for (int n = 0; n < DN; n++) sum = sum + load<vf>(v + n * 16) * 1.01f * 0.0f;
+    return hsum(sum) == 0.0f;
+  }
+  // A value that is not finite is stored as zero under a key of NaN: whoever sees the key gets NaN, while rows that give
+  // it no weight (siblings in a tree, the next request in this page) multiply zero by a number.
   static void put(E* layer, int slot, int g, const float* k, const float* v) {
     E *kk = keys(layer, slot / kPage, g), *vv = values(layer, slot / kPage, g);
     alignas(64) E packed[DK * kTileK] = {};
     int d = 0;
     for (; d + 16 <= D; d += 16) Elem<E>::put(packed + d, load<vf>(k + d));
     for (; d < D; d++) Elem<E>::put_one(packed + d, k[d]);
+    alignas(64) float padded[DN * 16] = {};
+    std::memcpy(padded, v, D * sizeof(float));
+    if (!storable(padded)) {
+      for (d = 0; d < D; d++) Elem<E>::put_one(packed + d, __builtin_nanf(""));
+      std::memset(padded, 0, sizeof(padded));
+    }
     const Lane* from = reinterpret_cast<const Lane*>(packed);
     Lane* to = key_lane(kk, slot % kPage);
     for (int row = 0; row < key_rows; row++) to[row * 16] = from[row];
-    alignas(64) float padded[DN * 16] = {};
-    std::memcpy(padded, v, D * sizeof(float));
     for (int n = 0; n < DN; n++) put_value(vv, slot % kPage, n, load<vf>(padded + n * 16));
   }
   static void copy_key(const E* from, int i, E* to, int j) {

@@ -187,7 +187,7 @@ struct Elem<float> {
   // exp(x * scale) for x * scale <= 0; exactly 0 below -87, so that masked lanes add nothing
   static vf softmax_exp(vf x, float scale, float top) {
     vf y = x * scale - top;
-    return select(y < -87.0f, splat(0.0f), exp_in_range(vmax(y, splat(-87.0f))));
+    return select(y < -87.0f, splat(0.0f), exp_in_range(vmax(splat(-87.0f), y)));  // NaN stays
   }
   static vf sigmoid(vf x) { return 1.0f / (1.0f + fs_exp(-x)); }
   static float one(const float* p) { return *p; }
@@ -204,7 +204,7 @@ struct Elem<bf16> {
     vf n = (vf)_mm512_roundscale_ps((__m512)y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     return (vf)_mm512_scalef_ps((__m512)exp2_fraction(y - n), (__m512)n);
 #endif
-    return select(y < -125.0f, splat(0.0f), exp2_coarse(vmax(y, splat(-125.0f))));
+    return select(y < -125.0f, splat(0.0f), exp2_coarse(vmax(splat(-125.0f), y)));  // NaN stays
   }
   static vf sigmoid(vf x) { return 1.0f / (1.0f + exp2_coarse(vmin(vmax(x * -1.44269504f, splat(-125.0f)), splat(125.0f)))); }
   static float one(const bf16* p) { return bf16_to_f32(*p); }

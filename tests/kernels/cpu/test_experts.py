@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from step_models import Weights, chain_rows, on_cpu, random_weights, tiny_config
 
 from flexspec.builder import GraphBuilder
-from flexspec.errors import EngineError
 from flexspec.graph import Graph
 from flexspec.kernels.cpu.build import supported_isas
 from flexspec.models.registry import build_model
@@ -143,11 +142,10 @@ def test_of_equal_experts_the_first_is_taken() -> None:
 
 
 def test_what_is_not_a_number_is_not_lost_on_the_way() -> None:
-    """A row with NaN scores still chooses experts, so that the result is refused instead of zero."""
+    """A row with NaN scores still chooses experts, so that the result is known as broken instead of zero."""
     graph = mlp_graph(DType.F32, 2, "all", True)
     weights = dict(random_weights(graph, scale=0.3))
     weights["gate.weight"][:] = np.nan
     executor = on_cpu(graph, weights)
-    with pytest.raises(EngineError, match="not finite"):
-        executor.step(pack_rows([chain_rows(ids_of(3), 0, [0])]), want_logits=True)
+    assert (executor.step(pack_rows([chain_rows(ids_of(3), 0, [0])]), want_logits=True).argmax_L == -1).all()
     executor.close()

@@ -99,8 +99,9 @@ def test_only_a_visited_row_without_numbers_ends_the_request() -> None:
     rows[1] = np.nan
     params = SamplingParams(temperature=0.0)
     assert accept_sampled(TokenTree.chain([0, 4]), rows, params, 1, 1).nodes == (0,)
+    assert accept_sampled(TokenTree.chain([0, 0]), rows, params, 1, 1) == Accepted((0, 1), None)
     with pytest.raises(EngineError, match="FS601"):
-        accept_sampled(TokenTree.chain([0, 0]), rows, params, 1, 1)
+        accept_sampled(TokenTree.chain([0, 0]), rows, params, 1, 1, "traversal")
 
 
 def test_the_default_rule() -> None:

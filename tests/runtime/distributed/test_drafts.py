@@ -55,7 +55,7 @@ def drive(
             features = np.stack([llm_feature(tuple(text + tokens[:i])) for i in range(len(tokens))])
             text.extend(tokens)
             drafter.observe(ident, tokens, features if drafter.reads_features else None)
-        asked = [DraftRequest(ident, text[-1], 10, 3, params[ident % 2]) for ident, text in texts.items()]
+        asked = [DraftRequest(ident, text[-1], 10, 3, params[ident % 2], 40 + ident) for ident, text in texts.items()]
         made.append(drafter.propose(asked))
         if turn == 2:
             drafter.end(1)

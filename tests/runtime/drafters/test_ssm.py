@@ -48,7 +48,9 @@ class Session:
     def propose(
         self, *requests: int, nodes: int = 255, depth: int = 64, params: SamplingParams = GREEDY
     ) -> list[TokenTree]:
-        return self.drafter.propose([DraftRequest(r, self.texts[r][-1], nodes, depth, params) for r in requests])
+        return self.drafter.propose(
+            [DraftRequest(r, self.texts[r][-1], nodes, depth, params, params.seed or r) for r in requests]
+        )
 
 
 def make(

@@ -114,8 +114,7 @@ def test_ties_across_ranks_go_to_the_lowest_index() -> None:
     weights["embed_tokens.weight"][:, 0] = np.nan
     broken = CpuRanks(parts, weights.__getitem__, pages=PAGES, max_rows=ROWS)
     for wants in (False, True):
-        with pytest.raises(EngineError, match="not finite"):
-            broken.step(steps()[0], want_logits=wants)
+        assert (broken.step(steps()[0], want_logits=wants).argmax_L == -1).all()
     ranks.close()
     broken.close()
 
