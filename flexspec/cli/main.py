@@ -27,6 +27,7 @@ COMMANDS: dict[str, str] = {
     "plan": "search for a parallel plan for a model, its SSM and a machine; no weights are needed",
     "calibrate": "measure this machine and write a machine file for plan",
     "bench": "measure how many tokens an artifact's draft plans commit per round",
+    "doctor": "show what compile and serve would see on this machine, and what would stop them",
     "tune": "train an SSM for a model on text that the model writes itself",
 }
 

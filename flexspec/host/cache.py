@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from flexspec.errors import StorageError
-from flexspec.host.files import storage_error
+from flexspec.host.files import stored
 
 FIX = "set FLEXSPEC_CACHE to a folder that can be written"
 _log = logging.getLogger("flexspec")
@@ -46,17 +46,20 @@ def in_cache(room: str, name: str) -> Path | None:
 def writable_cache(room: str) -> Path:
     """The cache's folder ``room``. Where it cannot be written, a warning, once, and a temporary one."""
     try:
-        folder = cache_root() / room
+        return check_cache(room)
     except StorageError as error:
         return _instead(str(error)) / room
-    try:
+
+
+def check_cache(room: str = "") -> Path:
+    """The cache's folder ``room``, made and found to be writable. Raises StorageError."""
+    folder = cache_root() / room
+    with stored(folder, fix=FIX):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"1")
             probe.flush()
-        return folder
-    except OSError as error:
-        return _instead(str(storage_error(error, folder, fix=FIX))) / room
+    return folder
 
 
 def temporary_cache(room: str, reason: StorageError) -> Path:
