@@ -1,6 +1,6 @@
 """Sampling parameters of a request: every field with its default, range and help, checked once on entry.
 
-A parameter is added here; the command's options (flexspec/cli/sampling_options.py), the check of HTTP bodies
+A parameter is added here; the command's options (flexspec/cli/options/sampling.py), the check of HTTP bodies
 (runtime/server/requests.py) and the messages between ranks (runtime/distributed/drafts.py) follow its record.
 """
 

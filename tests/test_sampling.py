@@ -10,7 +10,7 @@ import pytest
 from sampling_values import SAMPLING_VALUES
 
 from flexspec.cli.main import build_parser
-from flexspec.cli.sampling_options import sampling_params
+from flexspec.cli.options.sampling import sampling_params
 from flexspec.errors import RequestError
 from flexspec.runtime.acceptance.transforms import target_law
 from flexspec.sampling import LAW_FIELDS, SamplingParams

@@ -14,7 +14,7 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from flexspec.cli.dtype_options import add_dtype_options
+    from flexspec.cli.options.dtype import add_dtype_options
     from flexspec.cli.running import draft_plans_help
     from flexspec.kernels.package.devices.registry import known_targets
 

@@ -14,8 +14,8 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from flexspec.cli.options.sampling import add_sampling_arguments
     from flexspec.cli.running import add_run_arguments, draft_plans_help
-    from flexspec.cli.sampling_options import add_sampling_arguments
 
     parser.epilog = f"{draft_plans_help()}\n{EPILOG}"
     parser.add_argument("artifact", type=Path, help="an artifact made by flexspec compile")
@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from flexspec.cli.options.sampling import sampling_params
     from flexspec.cli.running import serve_options
-    from flexspec.cli.sampling_options import sampling_params
     from flexspec.runtime.engine.api import RequestStats
     from flexspec.runtime.open.engine import open_engine
 

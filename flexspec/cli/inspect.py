@@ -33,7 +33,7 @@ _HEAD_BYTES = 1 << 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from flexspec.cli.dtype_options import add_dtype_options
+    from flexspec.cli.options.dtype import add_dtype_options
 
     parser.epilog = EPILOG
     parser.add_argument("what", type=Path, metavar="X", help="an artifact, a model or a graph file")
@@ -170,7 +170,7 @@ def _open_model(path: Path) -> LoadedModel:
 
 def _canonical(model: LoadedModel, args: argparse.Namespace) -> Graph:
     from flexspec.api.arguments import read_dtype, read_weights
-    from flexspec.cli.dtype_options import DEFAULT_DTYPE
+    from flexspec.cli.options.dtype import DEFAULT_DTYPE
     from flexspec.models.registry import build_model
     from flexspec.retype import store_weights
 

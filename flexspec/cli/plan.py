@@ -27,7 +27,7 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from flexspec.cli.dtype_options import add_dtype_options
+    from flexspec.cli.options.dtype import add_dtype_options
 
     parser.epilog = EPILOG
     parser.add_argument("model", type=Path, nargs="?", help="a config.json, a Hugging Face folder or a .gguf file")
