@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from socket import socket
-
     from flexspec.runtime.engine.thread import EngineThread
     from flexspec.runtime.open.engine import OpenLlm
     from flexspec.runtime.open.serve_options import ServeOptions
     from flexspec.runtime.open.served import Served
+    from flexspec.runtime.server.listen import Listener
 
 EPILOG = """\
 example:
@@ -26,17 +25,14 @@ example:
 """
 
 
-DEFAULT_MAX_TOKENS = 1024  # of a request without max_tokens; a running request reserves its full length in the pool
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from flexspec.cli.launch import RESTARTS, restart_count
     from flexspec.cli.running import add_run_arguments, draft_plans_help
+    from flexspec.cli.serving.http_options import add_http_arguments
+    from flexspec.cli.serving.launch import RESTARTS, restart_count
 
     parser.epilog = f"{draft_plans_help()}\n{EPILOG}"
     parser.add_argument("artifact", type=Path, help="an artifact made by flexspec compile")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
+    add_http_arguments(parser)
     parser.add_argument("--name", help="name of the model in the API (default: the artifact's file name)")
     parser.add_argument(
         "--ranks",
@@ -58,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from flexspec.cli.launch import launch
     from flexspec.cli.ranks import check_launched, is_rank, run_rank
     from flexspec.cli.running import serve_options
+    from flexspec.cli.serving.launch import launch
 
     options = serve_options(args)
     if is_rank():
@@ -72,13 +68,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve_on_port(args: argparse.Namespace, options: ServeOptions, open_llm: OpenLlm | None) -> int:
+    from flexspec.cli.serving.http_options import reserve_address
     from flexspec.host.open_files import raise_open_files
-    from flexspec.runtime.server.listen import reserve_port
 
     faulthandler.enable(all_threads=False)  # a mapped weight file that is cut (SIGBUS) ends the process with a word
     if (few := raise_open_files()) is not None:
         print(f"flexspec serve: {few}", file=sys.stderr, flush=True)
-    with reserve_port(args.host, args.port) as listener:  # a busy port must fail before any weight is read
+    with reserve_address(args) as listener:  # a busy port must fail before any weight is read
         return _serve(args, options, listener, open_llm)
 
 
@@ -90,10 +86,11 @@ def _end_with_ranks(served: Served, thread: EngineThread) -> None:
         served.engine.executor.on_loss(thread.fail)
 
 
-def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, open_llm: OpenLlm | None) -> int:
+def _serve(args: argparse.Namespace, options: ServeOptions, listener: Listener, open_llm: OpenLlm | None) -> int:
     from prometheus_client import CollectorRegistry
 
     from flexspec.cli.ranks import report_end
+    from flexspec.cli.serving.http_options import door_options
     from flexspec.compiler.artifact import layout
     from flexspec.compiler.artifact.opened import OpenedArtifact
     from flexspec.compiler.artifact.opened_files import OpenedFiles
@@ -105,6 +102,7 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, op
     from flexspec.runtime.server.requests import ServerLimits
     from flexspec.runtime.server.serve import serve
 
+    door = door_options(args)
     metrics = Metrics(CollectorRegistry())
     artifact = OpenedArtifact.at(args.artifact, check_digests=options.checks)
     files = OpenedFiles(artifact.files)
@@ -119,16 +117,15 @@ def _serve(args: argparse.Namespace, options: ServeOptions, listener: socket, op
             "compile -o replaces an artifact without touching what is being served"
         )
     )
-    limits = ServerLimits(served.context_tokens, default_max_tokens=DEFAULT_MAX_TOKENS)
-    app = create_app(served.engine, served.tokenizer, served.chat, name, metrics, limits)
-    host, port = listener.getsockname()[:2]
+    limits = ServerLimits(served.context_tokens, default_max_tokens=args.default_max_tokens)
+    app = create_app(served.engine, served.tokenizer, served.chat, name, metrics, limits, door)
 
     count = this_rank().ranks
     ranks = f"{count} ranks, " if count > 1 else ""
 
     def ready() -> None:
         print(
-            f"flexspec: {name} on http://{host}:{port} ({ranks}{served.isa}, draft {served.draft}, "
+            f"flexspec: {name} on {listener.url} ({ranks}{served.isa}, draft {served.draft}, "
             f"context {served.context_tokens})",
             file=sys.stderr,
             flush=True,

@@ -70,6 +70,8 @@ class Answer(Response):
 
     async def _stream(self, generation: Generation, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        for event in self._begin():
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         opened: set[int] = set()
         failed = False
         while not failed and (chunks := await generation.next_chunks()) is not None:
@@ -77,10 +79,19 @@ class Answer(Response):
                 failed = failed or chunk.finish_reason == "error"
                 for event in self._events(chunk, opened, generation):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
-        if self._request.include_usage and not failed:
-            event = sse({**self._form.chunk([]), "usage": self._usage(generation)})
+        for event in self._end(generation, failed):
             await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": SSE_DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _begin(self) -> list[bytes]:
+        """Events before any text."""
+        return []
+
+    def _end(self, generation: Generation, failed: bool) -> list[bytes]:
+        """Events after the last text, or after an error."""
+        if failed or not self._request.include_usage:
+            return [SSE_DONE]
+        return [sse({**self._form.chunk([]), "usage": self._usage(generation)}), SSE_DONE]
 
     def _events(self, chunk: Chunk, opened: set[int], generation: Generation) -> list[bytes]:
         """Events of one chunk: the opening of its choice, its text, and its end or error."""
@@ -113,14 +124,18 @@ class Answer(Response):
                     raise engine_error(chunk.error)
         if any(choice.finish_reason == "cancelled" for choice in generation.choices):
             raise shutting_down()  # a partial answer must not look complete; the client may retry
+        body = to_json(self._whole(texts, generation))
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _whole(self, texts: list[str], generation: Generation) -> Json:
+        """The answer in one object."""
         choices = [
             self._form.choice(index, texts[index], choice.finish_reason or "")
             for index, choice in enumerate(generation.choices)
         ]
-        body = to_json({**self._form.complete(choices), "usage": self._usage(generation)})
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        return {**self._form.complete(choices), "usage": self._usage(generation)}
 
     def _usage(self, generation: Generation) -> Json:
         return usage(self._request.prompt_tokens, [choice.stats for choice in generation.choices])

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,17 +19,28 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
 
 from flexspec import __version__
 from flexspec.errors import FlexspecError, RequestError
 from flexspec.runtime.engine.api import EngineClient
 from flexspec.runtime.server.answer import Answer
+from flexspec.runtime.server.bodies.refusals import cut
+from flexspec.runtime.server.bodies.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from flexspec.runtime.server.door import Door, DoorOptions
 from flexspec.runtime.server.drain import Drain
-from flexspec.runtime.server.failures import Failure, HttpError, failure_of, log_failure, shutting_down, wrong_model
+from flexspec.runtime.server.failures import (
+    Failure,
+    HttpError,
+    body_too_large,
+    failure_of,
+    log_failure,
+    shutting_down,
+    wrong_model,
+)
 from flexspec.runtime.server.metrics import Metrics
-from flexspec.runtime.server.openai import Json, model_card
+from flexspec.runtime.server.openai import Json, model_card, to_json
 from flexspec.runtime.server.prompt_bounds import BoundedChat, BoundedTokenizer
-from flexspec.runtime.server.refusals import cut
 from flexspec.runtime.server.requests import (
     ChatBody,
     ChatRenderer,
@@ -40,9 +51,13 @@ from flexspec.runtime.server.requests import (
     read_chat,
     read_completion,
 )
+from flexspec.runtime.server.responses import ResponsesAnswer, ResponsesBody, read_responses
 
 Reader = Callable[[Json], GenerationRequest]
-CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
+Read = TypeVar("Read")
+_DISCARDED = 8  # times the limit: bodies up to this are read to their end, so that their client sees the refusal
+CHAT_PATH, TEXT_PATH, RESPONSES_PATH = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+_PROMPTS = {CHAT_PATH: "messages", RESPONSES_PATH: "input"}  # the parameter that holds the prompt, if not "prompt"
 
 
 def create_app(
@@ -52,12 +67,13 @@ def create_app(
     model_name: str,
     metrics: Metrics,
     limits: ServerLimits,
+    door: DoorOptions | None = None,
 ) -> FastAPI:
     """The application over an engine; ``chat`` None for a model without a chat template.
 
     ``app.state.drain`` and ``app.state.engine`` are for ``serve``.
     """
-    app = FastAPI(title="flexspec", version=__version__, docs_url=None, redoc_url=None)
+    app = _Application(door or DoorOptions(), metrics)
     app.state.drain, app.state.engine = Drain(), engine
     handler = _RequestHandler(engine, model_name, limits, app.state.drain)
     bounded = BoundedTokenizer(tokenizer, limits.context_tokens)
@@ -67,15 +83,38 @@ def create_app(
         bounded.check_count(body.get("messages"))
         return read_chat(body, bounded, bounded_chat, limits)
 
+    def as_response(body: Json) -> GenerationRequest:
+        bounded.check_count(body.get("input"))
+        return read_responses(body, bounded, bounded_chat, limits)
+
+    def as_tokens(body: Json) -> Json:
+        bounded.check_count(body.get("messages"))
+        return tokenize(body, bounded, bounded_chat, limits)
+
     as_text: Reader = partial(read_completion, tokenizer=bounded, limits=limits)
     parts: Json = {}
-    _add_generating(app, handler, CHAT_PATH, ChatBody, as_chat, parts)
-    _add_generating(app, handler, TEXT_PATH, CompletionBody, as_text, parts)
+    _add_generating(app, handler, CHAT_PATH, ChatBody, as_chat, Answer, parts)
+    _add_generating(app, handler, TEXT_PATH, CompletionBody, as_text, Answer, parts)
+    _add_generating(app, handler, RESPONSES_PATH, ResponsesBody, as_response, ResponsesAnswer, parts)
+    _add_reading(app, handler, "/tokenize", TokenizeBody, as_tokens, parts)
+    _add_reading(app, handler, "/detokenize", DetokenizeBody, partial(detokenize, tokenizer=bounded), parts)
     _add_models(app, model_name)
     _add_monitoring(app, engine, metrics, limits)
     _add_error_handlers(app, metrics)
     app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(parts)
     return app
+
+
+class _Application(FastAPI):
+    """FastAPI behind a door, which sees what its own handlers of errors answer too."""
+
+    def __init__(self, door: DoorOptions, metrics: Metrics) -> None:
+        servers = [{"url": door.root_path}] if door.root_path else None
+        super().__init__(title="flexspec", version=__version__, docs_url=None, redoc_url=None, servers=servers)
+        self._door, self._metrics = door, metrics
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return Door(super().build_middleware_stack(), self._door, self._metrics)
 
 
 class _RequestHandler:
@@ -87,24 +126,35 @@ class _RequestHandler:
         self._limits = limits
         self._drain = drain
 
-    async def answer(self, request: Request, read: Reader) -> Response:
+    async def answer(self, request: Request, read: Reader, form: type[Answer]) -> Response:
+        parsed = await self.read(request, read)
+        if self._drain.started:
+            raise shutting_down()
+        return form(self._engine, parsed, self._drain)
+
+    async def read(self, request: Request, read: Callable[[Json], Read]) -> Read:
+        """What ``read`` makes of the body."""
         body = await self._body(request)
         model = body.get("model")
         if isinstance(model, str) and model != self._model_name:
             raise wrong_model(model, self._model_name)
         # In a thread: tokenizing a long prompt takes many milliseconds, and all streams share this loop.
-        parsed = await asyncio.to_thread(read, body)
-        if self._drain.started:
-            raise shutting_down()
-        return Answer(self._engine, parsed, self._drain)
+        return await asyncio.to_thread(read, body)
 
     async def _body(self, request: Request) -> Json:
-        data = bytearray()
+        most = self._limits.max_body_bytes
+        announced = request.headers.get("content-length", "")
+        if "expect" in request.headers and announced.isdecimal() and int(announced) > most:
+            raise body_too_large(most)  # before the client sends it
+        data, total = bytearray(), 0
         async for part in request.stream():
-            data += part
-            if len(data) > self._limits.max_body_bytes:
-                most = f"The body is larger than {self._limits.max_body_bytes} bytes"
-                raise HttpError(Failure(413, most, code="body_too_large", headers={"Connection": "close"}))
+            total += len(part)
+            if total <= most:
+                data += part
+            elif total > _DISCARDED * most:
+                break
+        if total > most:  # only now: an answer is lost when the connection closes on a client that is still sending
+            raise body_too_large(most)
         try:
             body = json.loads(bytes(data))
         except (ValueError, RecursionError) as error:
@@ -115,7 +165,31 @@ class _RequestHandler:
 
 
 def _add_generating(
-    app: FastAPI, handler: _RequestHandler, path: str, shape: type[BaseModel], read: Reader, parts: Json
+    app: FastAPI,
+    handler: _RequestHandler,
+    path: str,
+    shape: type[BaseModel],
+    read: Reader,
+    form: type[Answer],
+    parts: Json,
+) -> None:
+    async def generate(request: Request) -> Response:
+        return await handler.answer(request, read, form)
+
+    _add_post(app, path, shape, generate, parts)
+
+
+def _add_reading(
+    app: FastAPI, handler: _RequestHandler, path: str, shape: type[BaseModel], read: Callable[[Json], Json], parts: Json
+) -> None:
+    async def answer(request: Request) -> Response:
+        return Response(to_json(await handler.read(request, read)), media_type="application/json")
+
+    _add_post(app, path, shape, answer, parts)
+
+
+def _add_post(
+    app: FastAPI, path: str, shape: type[BaseModel], endpoint: Callable[[Request], Awaitable[Response]], parts: Json
 ) -> None:
     # The body is read by hand (size limit, OpenAI's errors), so the schema in /openapi.json is added by hand too.
     schema = shape.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -123,10 +197,7 @@ def _add_generating(
     content = {"application/json": {"schema": schema}}
     extra = {"requestBody": {"content": content, "required": True}}
 
-    async def generate(request: Request) -> Response:
-        return await handler.answer(request, read)
-
-    app.add_api_route(path, generate, methods=["POST"], response_class=Response, openapi_extra=extra)
+    app.add_api_route(path, endpoint, methods=["POST"], response_class=Response, openapi_extra=extra)
 
 
 def _add_models(app: FastAPI, model_name: str) -> None:
@@ -140,6 +211,10 @@ def _add_models(app: FastAPI, model_name: str) -> None:
             raise wrong_model(name, model_name)
         return card
 
+    async def version() -> Json:
+        return {"version": __version__}
+
+    app.add_api_route("/version", version, methods=["GET"])
     app.add_api_route("/v1/models", models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", model, methods=["GET"])
 
@@ -178,7 +253,7 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
 
     @app.exception_handler(FlexspecError)
     async def typed(request: Request, error: FlexspecError) -> Response:
-        return answer(request, failure_of(error, "messages" if request.url.path == CHAT_PATH else "prompt"))
+        return answer(request, failure_of(error, _PROMPTS.get(request.url.path, "prompt")))
 
     @app.exception_handler(HttpError)
     async def http(request: Request, error: HttpError) -> Response:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from starlette.responses import Response
 
 from flexspec.errors import CapacityError, EngineError, FlexspecError, QueueFullError, RequestError
+from flexspec.runtime.server.bodies.refusals import UnsupportedError, cut, shown
 from flexspec.runtime.server.openai import error_body, to_json
-from flexspec.runtime.server.refusals import UnsupportedError, cut, shown
 
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
@@ -77,6 +77,12 @@ def malformed_http(problem: str, client: str) -> Response:
     failure = Failure(400, problem, code="malformed_http")
     log_failure(failure, "malformed HTTP from", client)
     return failure.response()
+
+
+def body_too_large(most: int) -> HttpError:
+    """413: the body, inflated, has more bytes than the server reads."""
+    headers = {"Connection": "close"}
+    return HttpError(Failure(413, f"The body is larger than {most} bytes", code="body_too_large", headers=headers))
 
 
 def wrong_model(asked: str, served: str) -> HttpError:

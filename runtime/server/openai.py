@@ -34,6 +34,11 @@ def sse(value: Json) -> bytes:
     return b"data: " + to_json(value) + b"\n\n"
 
 
+def event(kind: str, value: Json) -> bytes:
+    """One server-sent event with a name."""
+    return b"event: " + kind.encode() + b"\ndata: " + to_json(value) + b"\n\n"
+
+
 SSE_DONE = b"data: [DONE]\n\n"
 SSE_COMMENT = b":\n\n"  # readers skip it
 

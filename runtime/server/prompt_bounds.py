@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from flexspec.errors import CapacityError
-from flexspec.runtime.server.messages import Message
+from flexspec.runtime.server.bodies.messages import Message
 from flexspec.runtime.server.requests import ChatRenderer, Tokenizer
 
 _PIECE = 1 << 15  # characters: 10 to 60 ms, whatever they are

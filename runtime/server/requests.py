@@ -8,23 +8,23 @@ client that leaves it out gets what it gets elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, Protocol, TypeVar, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from flexspec.errors import RequestError, TokenizerError
 from flexspec.runtime.engine.api import check_prompt_ids
-from flexspec.runtime.server.context_limit import check_fits
-from flexspec.runtime.server.messages import (
+from flexspec.runtime.server.bodies.context_limit import check_fits
+from flexspec.runtime.server.bodies.messages import (
     Message,
     parse_messages,
     refuse_unencodable,
     refused_message_keys,
     spell_tool_turns,
 )
-from flexspec.runtime.server.neutral import CHAT_NEUTRAL, STREAM_NEUTRAL, TEXT_NEUTRAL, NeutralValues
-from flexspec.runtime.server.refusals import Refused, refuse, refused_keys, shown
+from flexspec.runtime.server.bodies.neutral import CHAT_NEUTRAL, STREAM_NEUTRAL, TEXT_NEUTRAL, NeutralValues
+from flexspec.runtime.server.bodies.refusals import Refused, refuse, refused_keys, shown
 from flexspec.sampling import SamplingParams, sampling_fields
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat answer may use the rest of the context
@@ -78,7 +78,7 @@ class Sample:
 class GenerationRequest:
     """A checked HTTP request."""
 
-    kind: Literal["chat", "text"]
+    kind: Literal["chat", "text", "response"]
     model: str
     samples: tuple[Sample, ...]
     prompt_tokens: int  # each prompt counted once, however many choices it has
@@ -86,6 +86,7 @@ class GenerationRequest:
     include_usage: bool
     continuous_usage: bool = False  # every chunk of a stream has the usage so far
     echoes: tuple[str, ...] = ()  # the text in front of each choice
+    extra: Mapping[str, object] = field(default_factory=dict)  # values that the answer repeats
 
 
 class StreamOptions(BaseModel):
@@ -148,9 +149,9 @@ def read_chat(
 
     ``chat`` None: the model has no chat template, and every chat is refused.
     """
-    parsed = _validate(ChatBody, body, CHAT_NEUTRAL, refused_message_keys(body.get("messages")))
+    parsed = validate(ChatBody, body, CHAT_NEUTRAL, refused_message_keys(body.get("messages")))
     prompt = render_prompt(parse_messages(parsed.messages), tokenizer, chat)
-    return _build_request("chat", parsed, [prompt], limits.default_max_tokens, limits)
+    return build_request("chat", parsed, [prompt], limits.default_max_tokens, limits)
 
 
 def render_prompt(messages: list[Message], tokenizer: Tokenizer, chat: ChatRenderer | None) -> list[int]:
@@ -170,11 +171,11 @@ def render_prompt(messages: list[Message], tokenizer: Tokenizer, chat: ChatRende
 
 def read_completion(body: Mapping[str, object], tokenizer: Tokenizer, limits: ServerLimits) -> GenerationRequest:
     """Check a completion body and tokenize it. Raises RequestError with the parameter's name."""
-    parsed = _validate(CompletionBody, body, TEXT_NEUTRAL)
+    parsed = validate(CompletionBody, body, TEXT_NEUTRAL)
     prompts = parse_prompts(parsed.prompt, limits)
     token_lists = [tokenizer.encode(item, True) if isinstance(item, str) else item for item in prompts]
     echoes = [_echo(prompt, tokenizer) for prompt in prompts] if parsed.echo else []
-    return _build_request("text", parsed, token_lists, COMPLETION_MAX_TOKENS, limits, echoes)
+    return build_request("text", parsed, token_lists, COMPLETION_MAX_TOKENS, limits, echoes=echoes)
 
 
 def _echo(prompt: str | list[int], tokenizer: Tokenizer) -> str:
@@ -186,6 +187,9 @@ def _echo(prompt: str | list[int], tokenizer: Tokenizer) -> str:
 
 def _asked_tokens(parsed: GenerateBody) -> tuple[int | None, str]:
     """The length that the request names, if it does, and the name that it uses for it."""
+    output_tokens: int | None = getattr(parsed, "max_output_tokens", None)  # of /v1/responses
+    if output_tokens is not None:
+        return output_tokens, "max_output_tokens"
     if parsed.max_completion_tokens is None:
         return parsed.max_tokens, "max_tokens"
     if parsed.max_tokens not in (None, parsed.max_completion_tokens):
@@ -225,13 +229,15 @@ def _bad_prompt(prompt: object) -> RequestError:
     )  # fmt: skip
 
 
-def _build_request(
-    kind: Literal["chat", "text"],
+def build_request(
+    kind: Literal["chat", "text", "response"],
     parsed: GenerateBody,
     prompts: Sequence[list[int]],
     default_max_tokens: int | None,
     limits: ServerLimits,
+    *,
     echoes: Sequence[str] = (),
+    extra: Mapping[str, object] | None = None,
 ) -> GenerationRequest:
     """``default_max_tokens`` is for a request that names no length; it gives way to the context, None is the rest."""
     if len(prompts) * parsed.n > limits.max_choices:
@@ -262,6 +268,7 @@ def _build_request(
         include_usage=options is not None and options.include_usage,
         continuous_usage=options is not None and options.include_usage and options.continuous_usage_stats,
         echoes=tuple(text for text in echoes for _ in range(parsed.n)),
+        extra=extra or {},
     )
 
 
@@ -290,7 +297,7 @@ def _params(parsed: GenerateBody, max_tokens: int, max_tokens_name: str, nth: in
         raise
 
 
-def _validate(
+def validate(
     shape: type[Body], body: Mapping[str, object], neutral: NeutralValues, refused: Sequence[Refused] = ()
 ) -> Body:
     """``body`` as ``shape``. Names all keys that are not offered at once, ``refused`` (found elsewhere) among them."""

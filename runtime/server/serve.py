@@ -19,7 +19,7 @@ from flexspec.runtime.engine.api import EngineClient
 from flexspec.runtime.server.answer import CUT_WAIT_S
 from flexspec.runtime.server.connection import Connection
 from flexspec.runtime.server.drain import Drain
-from flexspec.runtime.server.listen import BACKLOG
+from flexspec.runtime.server.listen import BACKLOG, Listener
 
 _FLUSH_S = 4.0  # after the cut, for clients that are still reading their last bytes
 _TICKS_PER_CHECK = 5  # uvicorn ticks ten times a second
@@ -57,9 +57,9 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
 
-    def run_on(self, listener: socket.socket) -> int:
+    def run_on(self, listener: Listener) -> int:
         """Serve until stopped; closes ``listener``. 0 after a signal or ``stop``, 1 after a failure of the engine."""
-        self.run(sockets=[listener])
+        self.run(sockets=list(listener.sockets))
         return self.exit_code
 
     def stop(self) -> None:
@@ -95,7 +95,7 @@ class HttpServer(uvicorn.Server):
 
 def serve(
     app: FastAPI,
-    listener: socket.socket,
+    listener: Listener,
     *,
     grace_s: float = 10.0,
     on_ready: Callable[[], None] | None = None,

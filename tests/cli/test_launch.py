@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flexspec.cli import launch
+from flexspec.cli.serving import launch
 from flexspec.runtime.distributed import launch as distributed_launch
 
 GONE = "another rank is gone or silent (Connection closed by peer)"

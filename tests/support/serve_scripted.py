@@ -31,7 +31,7 @@ def main(grace_s: float) -> int:
     limits = ServerLimits(context_tokens=512)
     app = create_app(engine, ByteTokenizer(), PlainChat(), "m", Metrics(CollectorRegistry()), limits)
     listener = reserve_port("127.0.0.1", 0)
-    port = listener.getsockname()[1]
+    port = listener.port
     code = serve(app, listener, grace_s=grace_s, on_ready=lambda: print(port, flush=True))
     engine.close()
     others = [thread.name for thread in threading.enumerate() if not thread.daemon]

@@ -53,7 +53,7 @@ class Running:
 
     def __init__(self, app: FastAPI, grace_s: float) -> None:
         listener = reserve_port("127.0.0.1", 0)
-        self.port = listener.getsockname()[1]
+        self.port = listener.port
         self.url = f"http://127.0.0.1:{self.port}"
         ready = threading.Event()
         self.server = HttpServer(app, grace_s=grace_s, on_ready=ready.set)

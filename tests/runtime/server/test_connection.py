@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from scripted_engine import ScriptedEngine
 
+from flexspec.runtime.server.requests import ServerLimits
+
 
 def ask(port: int, version: str = "1.1", **more: Any) -> socket.socket:
     body = json.dumps({"model": "tiny/scripted", "prompt": "go", **more}).encode()
@@ -60,6 +62,16 @@ def test_comments_keep_a_stream_whole(gated_engine: ScriptedEngine, start: Calla
         gated_engine.allow(10)
         text = answer.read()
     assert b"Hello" in text and b"data: [DONE]\n\n" in text
+
+
+@pytest.mark.parametrize("expect", ["", "Expect: 100-continue\r\n"], ids=["sent", "announced"])
+def test_a_body_too_large_is_answered(
+    expect: str, engine: ScriptedEngine, start: Callable[..., Any], limits: ServerLimits
+) -> None:
+    length = 4 * limits.max_body_bytes
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n{expect}\r\n".encode()
+    answer = rest(send(start(engine).port, head + (b"" if expect else b" " * length)))
+    assert answer.startswith(b"HTTP/1.1 413") and b"body_too_large" in answer
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models"])

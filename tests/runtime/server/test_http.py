@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI
+from http_calls import ASK, CHAT, TEXT, call, error_of
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_engine import ScriptedEngine
 
@@ -19,23 +18,6 @@ from flexspec.runtime.server.requests import ServerLimits
 from flexspec.sampling import SamplingParams
 
 MakeApp = Callable[[ScriptedEngine], FastAPI]
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-ASK = {"model": "tiny/scripted", "prompt": "go"}
-
-
-def call(app: FastAPI, method: str, path: str, **more: Any) -> httpx.Response:
-    async def main() -> httpx.Response:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path, **more)
-
-    return asyncio.run(main())
-
-
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return dict(error)
 
 
 def test_a_completion_has_openais_shape(engine: ScriptedEngine, make_app: MakeApp) -> None:

@@ -8,7 +8,7 @@ import pytest
 from scripted_engine import ByteTokenizer, PlainChat
 
 from flexspec.errors import RequestError
-from flexspec.runtime.server.messages import parse_messages, spell_tool_turns
+from flexspec.runtime.server.bodies.messages import parse_messages, spell_tool_turns
 from flexspec.runtime.server.requests import ServerLimits, read_chat
 from flexspec.runtime.text.chat import ChatRenderer
 

@@ -119,3 +119,28 @@ def test_a_full_queue_is_tried_again_by_the_client(engine: ScriptedEngine, start
     with openai.OpenAI(base_url=url, api_key="none", max_retries=1, timeout=10) as client:
         assert client.completions.create(model=MODEL, prompt="x").choices[0].text == "Hello world"
     assert attempts
+
+
+def test_responses(client: Any, engine: ScriptedEngine) -> None:
+    answer = client.responses.create(model=MODEL, input="hello", instructions="Be brief.", max_output_tokens=5)
+    assert (answer.output_text, answer.status) == ("Hello world", "completed")
+    assert answer.usage.output_tokens == 2
+    turns = [{"role": "user", "content": "hello"}, *[item.model_dump() for item in answer.output]]
+    again = client.responses.create(model=MODEL, input=[*turns, {"role": "user", "content": "more"}])
+    assert again.output_text == "Hello world"
+    with client.responses.stream(model=MODEL, input="hello") as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert text == stream.get_final_response().output_text == "Hello world"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model=MODEL, input="x", previous_response_id="resp_1")
+    assert refused.value.param == "previous_response_id"
+
+
+def test_request_ids(client: Any) -> None:
+    answer = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=HELLO, extra_headers={"x-request-id": "mine"}
+    )
+    assert answer.request_id == "mine"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.models.retrieve("gpt-9")
+    assert missing.value.request_id

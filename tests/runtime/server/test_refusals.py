@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 from scripted_engine import ByteTokenizer, PlainChat
 
-from flexspec.runtime.server.neutral import (
+from flexspec.runtime.server.bodies.neutral import (
     CHAT_NEUTRAL,
     MESSAGE_NEUTRAL,
     PART_NEUTRAL,
+    RESPONSES_NEUTRAL,
     TEXT_NEUTRAL,
     TOOL_CALL_NEUTRAL,
 )
-from flexspec.runtime.server.refusals import UnsupportedError
+from flexspec.runtime.server.bodies.refusals import UnsupportedError
 from flexspec.runtime.server.requests import ChatBody, CompletionBody, ServerLimits, read_chat, read_completion
+from flexspec.runtime.server.responses import ResponsesBody
 from repository import ROOT
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -111,9 +113,15 @@ def test_all_that_is_refused_is_named_at_once() -> None:
 
 
 def test_the_page_lists_every_parameter() -> None:
-    page = set(re.findall(r"`([a-z_.]+)`", (ROOT / "docs/http.md").read_text()))
-    bodies = {*ChatBody.model_fields, *CompletionBody.model_fields}
-    known = {*CHAT_NEUTRAL, *TEXT_NEUTRAL, *MESSAGE_NEUTRAL, *PART_NEUTRAL, *TOOL_CALL_NEUTRAL, *bodies} - {
-        "stream_options"
-    }
+    page = set(re.findall(r"`([a-z_.]+)(?=[`:])", (ROOT / "docs/http.md").read_text()))
+    bodies = {*ChatBody.model_fields, *CompletionBody.model_fields, *ResponsesBody.model_fields}
+    known = {
+        *CHAT_NEUTRAL,
+        *TEXT_NEUTRAL,
+        *RESPONSES_NEUTRAL,
+        *MESSAGE_NEUTRAL,
+        *PART_NEUTRAL,
+        *TOOL_CALL_NEUTRAL,
+        *bodies,
+    } - {"stream_options"}
     assert known <= page

@@ -19,7 +19,8 @@ from asgi_driver import events_of, finishes_of, text_of
 from scripted_engine import Script, ScriptedEngine
 
 from flexspec.errors import PortError
-from flexspec.runtime.server.listen import reserve_port
+from flexspec.runtime.server.listen import reserve_path, reserve_port
+from flexspec.runtime.server.serve import HttpServer
 from repository import ROOT
 
 ASK = {"model": "tiny/scripted", "prompt": "go", "stream": True, "max_tokens": 100}
@@ -28,7 +29,7 @@ WHOLE = "".join(f"{number} " for number in range(20))
 
 def test_a_busy_port_is_refused() -> None:
     with reserve_port("127.0.0.1", 0) as first:
-        port = first.getsockname()[1]
+        port = first.port
         with pytest.raises(PortError, match=f"127.0.0.1:{port}.*FS602|FS602.*127.0.0.1:{port}") as busy:
             reserve_port("127.0.0.1", port)
         assert "--port" in busy.value.fix
@@ -37,16 +38,74 @@ def test_a_busy_port_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("host", "port", "words"),
-    [("127.0.0.1", 70000, "0 to 65535"), ("x" * 64, 0, "--host"), ("192.0.2.1", 0, "address of this machine")],
+    [
+        ("127.0.0.1", 70000, "0 to 65535"),
+        ("x" * 64, 0, "--host"),
+        ("", 0, "--host is empty"),
+        ("192.0.2.1", 0, "address of this machine"),
+    ],
 )
 def test_addresses_that_cannot_be_had(host: str, port: int, words: str) -> None:
     with pytest.raises(PortError, match=words):
         reserve_port(host, port)
 
 
+def test_a_name_is_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(host: str, port: int, **_: Any) -> list[Any]:
+        assert host == "two.example"
+        missing = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", port))
+        both = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in ("127.0.0.1", "127.0.0.2")]
+        return [missing, *both, both[0]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    with reserve_port("two.example", 0) as listener:
+        assert [each.getsockname() for each in listener.sockets] == [
+            ("127.0.0.1", listener.port),
+            ("127.0.0.2", listener.port),
+        ]
+        assert listener.url == f"http://127.0.0.1:{listener.port}"
+        with pytest.raises(PortError, match="ss -ltnp"):
+            reserve_port("two.example", listener.port)
+
+
+def test_ipv6_addresses_are_urls() -> None:
+    try:
+        listener = reserve_port("::1", 0)
+    except PortError:
+        pytest.skip("this machine has no ::1")
+    with listener:
+        assert listener.url == f"http://[::1]:{listener.port}"
+
+
+def test_a_unix_socket(engine: ScriptedEngine, make_app: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with reserve_path(path) as listener:
+        assert listener.url == f"unix:{path}"
+        with pytest.raises(PortError, match="--uds"):
+            reserve_path(path)
+        server = HttpServer(make_app(engine), grace_s=0.0)
+        thread = threading.Thread(target=server.run_on, args=(listener,))
+        thread.start()
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=10) as client:
+            assert client.get("http://x/v1/models").status_code == 200
+        server.stop()
+        thread.join(20)
+        assert not thread.is_alive()
+    assert not path.exists()
+    with socket.socket(socket.AF_UNIX) as dead:  # what a killed server leaves
+        dead.bind(str(path))
+    reserve_path(path).close()
+    path.write_text("a file")
+    with pytest.raises(PortError):
+        reserve_path(path)
+    assert path.read_text() == "a file"
+
+
 def test_a_client_may_come_before_the_server_is_ready(engine: ScriptedEngine, start: Callable[..., Any]) -> None:
-    with reserve_port("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname(), 5) as early:
-        assert early.getpeername() == listener.getsockname()
+    with reserve_port("127.0.0.1", 0) as listener:
+        address = listener.sockets[0].getsockname()
+        with socket.create_connection(address, 5) as early:
+            assert early.getpeername() == address
 
 
 def open_stream(url: str, request: dict[str, Any]) -> Any:

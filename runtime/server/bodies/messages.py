@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexspec.errors import RequestError
-from flexspec.runtime.server.neutral import MESSAGE_NEUTRAL, PART_NEUTRAL, TOOL_CALL_NEUTRAL
-from flexspec.runtime.server.refusals import Refused, UnsupportedError, refused_keys, shown
+from flexspec.runtime.server.bodies.neutral import MESSAGE_NEUTRAL, PART_NEUTRAL, TOOL_CALL_NEUTRAL
+from flexspec.runtime.server.bodies.refusals import Refused, UnsupportedError, refused_keys, shown
 
 Message = dict[str, Any]
 

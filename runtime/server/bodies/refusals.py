@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from flexspec.errors import RequestError
-from flexspec.runtime.server.neutral import NeutralValues
+from flexspec.runtime.server.bodies.neutral import NeutralValues
 
 _MOST_NAMED = 16  # in one message
 

@@ -67,9 +67,9 @@ def launch(args: argparse.Namespace) -> NoReturn:
 
 def _check(args: argparse.Namespace) -> int:
     """The port to serve on, if ranks can be started."""
+    from flexspec.cli.serving.http_options import reserve_address
     from flexspec.compiler.artifact.opened import OpenedArtifact
     from flexspec.compiler.artifact.rank_record import several_ranks
-    from flexspec.runtime.server.listen import reserve_port
 
     if not 1 <= args.ranks <= MAX_RANKS:
         raise CapacityError(f"--ranks {args.ranks}", f"1 to {MAX_RANKS}", "pass the number of ranks of the plan")
@@ -85,8 +85,8 @@ def _check(args: argparse.Namespace) -> int:
             raise PlanError(
                 f"{args.ranks} ranks", f"{planned}, as in the artifact's plan", f"start it with --ranks {planned}"
             )
-    with reserve_port(args.host, args.port) as listener:  # released at once: rank 0 takes it after its start
-        port = int(listener.getsockname()[1])
+    with reserve_address(args) as listener:  # released at once: rank 0 takes it after its start
+        port = listener.port
     return port if args.restart else args.port  # a port that the system chose must survive restarts
 
 
