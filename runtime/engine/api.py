@@ -73,10 +73,11 @@ class EngineClient(Protocol):
 
     ``submit`` raises RequestError/CapacityError at once for prompts that can never fit, QueueFullError when there is no
     room now, EngineError after a failure. ``on_delta`` is called from the engine's thread, in order, the last call
-    carrying a finish_reason and the request's final stats; it never blocks and never raises.
+    carrying a finish_reason and the request's final stats; it never blocks and never raises. Requests of one ``group``
+    take turns with those of others when they wait.
     """
 
-    def submit(self, prompt_ids: list[int], params: SamplingParams, on_delta: OnDelta) -> int: ...
+    def submit(self, prompt_ids: list[int], params: SamplingParams, on_delta: OnDelta, group: object = None) -> int: ...
 
     def cancel(self, request_id: int) -> None:
         """Stop a request and free its KV; unknown or finished ids are fine."""

@@ -67,7 +67,7 @@ class Engine:
 
     # -- any thread ------------------------------------------------------------------------------------------------
 
-    def submit(self, prompt_ids: list[int], params: SamplingParams, on_delta: OnDelta) -> int:
+    def submit(self, prompt_ids: list[int], params: SamplingParams, on_delta: OnDelta, group: object = None) -> int:
         """Queue a request. Raises RequestError, CapacityError, QueueFullError, or EngineError after its end."""
         with self._lock:  # the end is marked under it too: no request can slip in and wait for ever
             if self._ended is not None:
@@ -77,7 +77,7 @@ class Engine:
                 )  # fmt: skip
             if self._scheduler.idle:
                 self._last_step = time.monotonic()  # it was idle until now, not stuck
-            request_id = self._scheduler.submit(prompt_ids, params, on_delta, self.executor.vocab_size)
+            request_id = self._scheduler.submit(prompt_ids, params, on_delta, self.executor.vocab_size, group)
         self.wanted.set()
         return request_id
 

@@ -6,6 +6,7 @@ so a running request is never preempted. Owns no policy of drafting or acceptanc
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -41,6 +42,8 @@ class Running:
     sequence: TokenSequence
     on_delta: OnDelta
     submitted_at: float
+    group: object  # who asked: requests of one group take turns with those of others
+    turn: int
     pages: list[int] = field(default_factory=list)
     cached: int = 0  # committed tokens whose K/V are in the pool
     admitted_at: float = 0.0
@@ -62,7 +65,11 @@ class Running:
 
 
 class Scheduler:
-    """First come, first served. Not thread-safe: the engine holds its lock around calls that do not say otherwise."""
+    """First come, first served, but a group's requests take turns with those of others.
+
+    Of many requests of a group that wait, each is a turn later than the one before it. Not thread-safe: the engine
+    holds its lock around calls that do not say otherwise.
+    """
 
     def __init__(
         self,
@@ -81,6 +88,7 @@ class Scheduler:
         self._eos_ids = tuple(eos_ids)
         self._cancelled: deque[int] = deque()
         self._next_id = 0
+        self._turn = 0  # of the last request that was admitted
 
     @property
     def free_pages(self) -> int:
@@ -94,8 +102,18 @@ class Scheduler:
         """Cache slots a request may ever use: its tokens up to the context limit, and one tree after them."""
         return request_slots(min(prompt_tokens + max_tokens, self.limits.context_tokens), self.worst.max_nodes)
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, on_delta: OnDelta, vocab_size: int) -> int:
-        """Queue a request; returns its id. Raises RequestError, CapacityError or QueueFullError."""
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        on_delta: OnDelta,
+        vocab_size: int,
+        group: object = None,
+    ) -> int:
+        """Queue a request; returns its id. Raises RequestError, CapacityError or QueueFullError.
+
+        A request without a ``group`` is alone in one.
+        """
         self.check(prompt_ids, params, vocab_size)
         if len(self.waiting) >= self.limits.max_waiting:
             raise QueueFullError(
@@ -105,8 +123,13 @@ class Scheduler:
         sequence = TokenSequence(
             request_id, prompt_ids, params, self._eos_ids, self.limits.context_tokens, self._new_detokenizer()
         )
-        self.waiting.append(Running(sequence, on_delta, time.monotonic()))
+        running = Running(sequence, on_delta, time.monotonic(), group, self._next_turn(group))
+        bisect.insort(self.waiting, running, key=lambda other: other.turn)
         return request_id
+
+    def _next_turn(self, group: object) -> int:
+        own = (other.turn for other in self.waiting if group is not None and other.group is group)
+        return max(self._turn, max(own, default=0)) + 1
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
         """Raise RequestError or CapacityError for a request that can never run; needs no lock."""
@@ -148,6 +171,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             head.admitted_at = time.monotonic()
+            self._turn = max(self._turn, head.turn)
             self.running.append(head)
             entered.append(head)
         return entered

@@ -216,7 +216,7 @@ class Generation:
         """Submit all choices to the engine. Raises its errors; the caller then cancels those submitted before."""
         for sample, choice in zip(self._samples, self.choices, strict=True):
             deliver = partial(self._inbox.put, sample.index)
-            choice.request_id = self._engine.submit(sample.prompt_ids, sample.params, deliver)
+            choice.request_id = self._engine.submit(sample.prompt_ids, sample.params, deliver, self)
 
     async def next_chunks(self) -> list[Chunk] | None:
         """New text, at most one chunk per choice; None when every choice has a finish_reason."""

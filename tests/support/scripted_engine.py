@@ -48,6 +48,7 @@ class ScriptedEngine:
         self.failure: str | None = None
         self.step_age_s = 0.25
         self.submitted: list[tuple[list[int], SamplingParams]] = []
+        self.groups: list[object] = []  # of the submitted
         self.cancelled: list[int] = []
         self.ended: dict[int, str] = {}
         self._gated = gated
@@ -59,12 +60,13 @@ class ScriptedEngine:
         self._thread = threading.Thread(target=self._loop, name="scripted-engine")
         self._thread.start()
 
-    def submit(self, prompt_ids: list[int], params: SamplingParams, on_delta: OnDelta) -> int:
+    def submit(self, prompt_ids: list[int], params: SamplingParams, on_delta: OnDelta, group: object = None) -> int:
         check_prompt_ids(prompt_ids, BOS + 1)
         with self._changed:
             if self.refusal is not None and len(self.submitted) >= self.refuse_after:
                 raise self.refusal
             self.submitted.append((prompt_ids, params))
+            self.groups.append(group)
             request_id = len(self.submitted)
             script = self.script if isinstance(self.script, Script) else self.script(prompt_ids, params)
             self._running[request_id] = _Running(request_id, prompt_ids, params, on_delta, script)

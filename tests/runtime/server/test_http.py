@@ -46,6 +46,14 @@ def test_token_ids_are_the_engines_to_check(engine: ScriptedEngine, make_app: Ma
     assert len(engine.cancelled) == len(engine.submitted)
 
 
+def test_the_choices_of_a_request_are_a_group_of_their_own(engine: ScriptedEngine, make_app: MakeApp) -> None:
+    app = make_app(engine)
+    for body in ({**ASK, "n": 2}, {**ASK, "prompt": ["a", "b"]}):
+        assert call(app, "POST", TEXT, json=body).status_code == 200
+    first, second, third, fourth = engine.groups
+    assert first is second and third is fourth and first is not third and first is not None
+
+
 def test_a_chat_that_the_engine_refuses_names_its_messages(engine: ScriptedEngine, make_app: MakeApp) -> None:
     engine.refusal = RequestError("x", "y", "z", param="prompt")
     body = {"model": "tiny/scripted", "messages": [{"role": "user", "content": "go"}]}
