@@ -7,7 +7,8 @@ dropped and not counted. Treating a block as one token is the most frequent faul
 The rules, in the order they are tried at each token:
 1. end token: "stop". It has no text, and is counted in completion_tokens, as in OpenAI's usage.
 2. stop string complete: "stop". The text before it is returned, the string and what follows never are. All tokens up to
-   the one that completed it are counted. Text is held back only while it may still become a stop string.
+   the one that completed it are counted. A special token has its text here. Text is held back only while it may still
+   become a stop string.
 3. max_tokens or the context limit reached: "length".
 """
 
@@ -48,7 +49,8 @@ def _step(sequence: TokenSequence, token: int) -> tuple[str, str | None]:
     """(text, reason to end) of the token that was just appended."""
     if token in sequence.eos_ids:
         return _close(sequence, "", "stop")
-    text, stopped = sequence.stops.push(sequence.detokenizer.push([token]))
+    detokenizer = sequence.detokenizer
+    text, stopped = sequence.stops.push(detokenizer.push([token]), detokenizer.hidden(token))
     if stopped:
         return text, "stop"
     if sequence.tokens_left <= 0:
@@ -57,8 +59,11 @@ def _step(sequence: TokenSequence, token: int) -> tuple[str, str | None]:
 
 
 def _close(sequence: TokenSequence, text: str, reason: str) -> tuple[str, str]:
-    """Add the text that was held back; the detokenizer's rest may complete a stop string."""
-    rest, stopped = sequence.stops.push(sequence.detokenizer.flush())
+    """Add the text that was held back; the detokenizer's rest may complete a stop string.
+
+    An answer that is cut inside a character ends before it: its bytes were not asked for as a U+FFFD.
+    """
+    rest, stopped = sequence.stops.push("" if reason == "length" else sequence.detokenizer.flush())
     if stopped:
         return text + rest, "stop"
     return text + rest + sequence.stops.flush(), reason

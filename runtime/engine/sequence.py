@@ -19,6 +19,10 @@ class Detokenizer(Protocol):
 
     def push(self, tokens: list[int]) -> str: ...
 
+    def hidden(self, token: int) -> str:
+        """The text of a special token, which ``push`` does not show; empty for all others."""
+        ...
+
     def flush(self) -> str:
         """The rest, when no more tokens come."""
         ...

@@ -140,6 +140,13 @@ class Detokenizer:
         )
         return self._stripped(self._decoder.decode(data))
 
+    def hidden(self, token: int) -> str:
+        """The text of a special token, which ``push`` leaves out; empty for all others."""
+        tokenizer = self._tokenizer
+        if not (self._skip_special and tokenizer.is_special(token)):
+            return ""
+        return tokenizer.token_bytes(token).decode(errors="replace")
+
     def flush(self) -> str:
         """The rest at the end: U+FFFD for an incomplete character, else nothing."""
         text = self._stripped(self._decoder.decode(b"", final=True))

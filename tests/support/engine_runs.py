@@ -30,6 +30,9 @@ class Letters:
     def push(self, tokens: list[int]) -> str:
         return "".join(chr(0x100 + token) for token in tokens)
 
+    def hidden(self, token: int) -> str:
+        return ""
+
     def flush(self) -> str:
         return ""
 

@@ -31,6 +31,9 @@ class Utf8:
     def push(self, tokens: list[int]) -> str:
         return "".join(self.decoder.decode(bytes([token])) for token in tokens if token != EOS)
 
+    def hidden(self, token: int) -> str:
+        return "<end>" if token == EOS else ""
+
     def flush(self) -> str:
         return self.decoder.decode(b"", final=True)
 
@@ -43,6 +46,9 @@ class Words:
 
     def push(self, tokens: list[int]) -> str:
         return "".join(self.words[token] for token in tokens if token < len(self.words))
+
+    def hidden(self, token: int) -> str:
+        return ""
 
     def flush(self) -> str:
         return ""
@@ -174,12 +180,12 @@ def test_a_stop_string_of_multi_byte_characters() -> None:
         assert seq.stats.completion_tokens == len("naïve 👍".encode())
 
 
-def test_a_character_cut_by_the_end_is_shown_once() -> None:
+def test_a_character_cut_by_the_limit_is_not_shown() -> None:
     data = "a€".encode()
-    assert run(sequence(max_tokens=3), [data]) == "a\N{REPLACEMENT CHARACTER}"
+    assert run(sequence(max_tokens=3), [data]) == "a"
     assert run(sequence(), [[*data[:3], EOS]]) == "a\N{REPLACEMENT CHARACTER}"
-    cut = sequence(max_tokens=3, stop=("\N{REPLACEMENT CHARACTER}",))
-    assert (run(cut, [data]), cut.finish_reason) == ("a", "stop")
+    cut = sequence(stop=("\N{REPLACEMENT CHARACTER}",))
+    assert (run(cut, [[*data[:3], EOS]]), cut.finish_reason) == ("a", "stop")
 
 
 def first_stop(text: str, stops: abc.Sequence[str]) -> tuple[int, int] | None:
@@ -265,3 +271,25 @@ def test_commit_alone_appends() -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("append_committed", "_output_ids")
     }
     assert users == {"sequence.py", "commit.py"}
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "text", "kept"),
+    [
+        ("<end>", [*b"ab", EOS, *b"cd"], "ab", 3),
+        ("b\n<end>", [*b"ab\n", EOS, *b"cd"], "a", 4),
+        ("<end>cd", [*b"ab", EOS, *b"cde"], "ab", 5),
+        ("<end>", [*b"a<end>b"], "a", 6),
+        ("bc", [*b"ab", EOS, *b"cd"], "a", 4),
+        ("<end>x", [*b"ab", EOS, *b"cd"], "abcd", 5),
+        ("b<e", [*b"ab", EOS, *b"cd"], "a", 3),
+    ],
+    ids=["alone", "after text", "before text", "spelt", "across it, in what is shown", "not there", "a part of it"],
+)
+def test_stop_strings_match_special_tokens(stop: str, tokens: list[int], text: str, kept: int) -> None:
+    """The token's text is not shown, so shown text alone cannot match it; in one block or token by token."""
+    for blocks in ([tokens], [[token] for token in tokens]):
+        seq = sequence(stop=(stop,), ignore_eos=True)
+        shown = "".join(commit(seq, block).text for block in blocks if seq.finish_reason is None)
+        assert (shown + seq.stops.flush(), len(seq.output_ids)) == (text, kept)
+        assert (seq.finish_reason == "stop") == (text != "abcd")
