@@ -15,6 +15,7 @@ from flexspec.compiler.artifact.tensor_file import map_tensors
 from flexspec.compiler.artifact.write import ArtifactWriter
 from flexspec.compiler.frontends.loaded_model import LoadedModel
 from flexspec.compiler.frontends.open_model import open_model
+from flexspec.compiler.frontends.token_rows import first_rows, without_padding
 from flexspec.compiler.planner.plan_file import check_runnable
 from flexspec.drafters.record import DraftTable, drafter_records
 from flexspec.errors import TokenizerError
@@ -47,8 +48,8 @@ def compile_model(
     """
     targets = chosen_targets(options)  # a wrong name should fail before minutes of work
     progress("reading the model files", 0, 1)
-    llm = open_model(llm_path)
-    ssms = [open_model(path) for path in ssm_paths]
+    llm = without_padding(open_model(llm_path))
+    ssms = [first_rows(open_model(path), llm.config.vocab_size) for path in ssm_paths]
     check_pairing(llm, ssms)
     if llm.tokenizer_json is None:
         expected = f"{layout.TOKENIZER} or GGUF tokenizer data"

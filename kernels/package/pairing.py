@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexspec.compiler.frontends.loaded_model import LoadedModel
+from flexspec.compiler.frontends.token_rows import token_ids
 from flexspec.errors import CompileError
 
 
@@ -22,17 +23,21 @@ def check_pairing(llm: LoadedModel, ssms: Sequence[LoadedModel]) -> None:
                 f"the LLM's, {llm.config.vocab_size}",
                 "use an SSM made for this LLM (flexspec tune makes one)",
             )
-        both = ssm.tokenizer_json and llm.tokenizer_json
-        if both and _vocabulary(ssm.tokenizer_json) != _vocabulary(llm.tokenizer_json):
+        wrong = _first_difference(ssm, llm)
+        if wrong is not None:
             raise CompileError(
-                f"SSM {ssm.name} has another tokenizer of the same size",
+                f"SSM {ssm.name} has another tokenizer: id {wrong} is another token",
                 "the LLM's own tokens",
                 "use an SSM made for this LLM (flexspec tune makes one)",
             )
 
 
-def _vocabulary(tokenizer_json: bytes | None) -> dict[str, int]:
-    from tokenizers import Tokenizer
-
-    assert tokenizer_json is not None
-    return dict(Tokenizer.from_buffer(tokenizer_json).get_vocab(with_added_tokens=True))
+def _first_difference(ssm: LoadedModel, llm: LoadedModel) -> int | None:
+    """The first id whose tokens differ; tokens behind the LLM's vocabulary are nobody's."""
+    if not ssm.tokenizer_json or not llm.tokenizer_json:
+        return None
+    ours, theirs = (
+        {token: text for text, token in token_ids(each).items() if token < llm.config.vocab_size}
+        for each in (ssm.tokenizer_json, llm.tokenizer_json)
+    )
+    return min((token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)), default=None)
