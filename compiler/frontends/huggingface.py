@@ -23,6 +23,7 @@ from flexspec.compiler.frontends.safetensors_file import (
     read_header,
 )
 from flexspec.compiler.frontends.settings import Settings, check_sliding_window
+from flexspec.compiler.frontends.token_rows import token_ids
 from flexspec.compiler.frontends.weights import check_layer_count
 from flexspec.errors import ModelFileError, TokenizerError, WeightError
 from flexspec.models.config import Checkpoint, ModelConfig, WeightSource, check_config
@@ -31,7 +32,10 @@ from flexspec.models.registry import architectures
 FUSED_STATE = "FusedStateSSM"
 
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -47,6 +51,11 @@ def open_huggingface(folder: Path) -> LoadedModel:
     generation = _optional_object(folder / "generation_config.json")
     ends = Settings(generation, folder / "generation_config.json").token_ids("eos_token_id")
     config = replace(config, eos_ids=tuple(dict.fromkeys((*ends, *config.eos_ids))))
+    tokenizer_config = _optional_object(folder / "tokenizer_config.json")
+    tokenizer_json = _read_tokenizer(folder)
+    special_tokens = _special_texts(_optional_object(folder / "special_tokens_map.json"))
+    special_tokens |= _special_texts(tokenizer_config)
+    config = _with_named_tokens(config, special_tokens, tokenizer_json)
     check_config(config, str(config_path))
     rules = architectures()[architecture][1]
     weights: WeightSource = open_weights(folder)
@@ -58,17 +67,16 @@ def open_huggingface(folder: Path) -> LoadedModel:
     if isinstance(weights, SafetensorsWeights) and architecture == FUSED_STATE:
         weights, fused = _read_fused_state(settings, config, weights, folder)
         files.append(folder / "vocab_map.safetensors")
-    tokenizer_config = _optional_object(folder / "tokenizer_config.json")
     return LoadedModel(
         config=config,
         weights=weights,
-        tokenizer_json=_read_tokenizer(folder),
+        tokenizer_json=tokenizer_json,
         chat_template=_chat_template(folder, tokenizer_config),
         source_hash=hash_files(path for path in files if path.exists()),
         name=folder.resolve().name,
         format="huggingface",
         architecture=architecture,
-        special_tokens=_special_texts(tokenizer_config),
+        special_tokens=special_tokens,
         fused=fused,
     )
 
@@ -188,6 +196,19 @@ def _special_texts(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             texts[name] = text
     return texts
+
+
+def _with_named_tokens(config: ModelConfig, texts: Mapping[str, str], tokenizer_json: bytes | None) -> ModelConfig:
+    """The first and the end token by their texts, where no file has their ids. Raises TokenizerError."""
+    wanted = {"bos_token"} if config.bos_id is None else set()
+    wanted |= set() if config.eos_ids else {"eos_token"}
+    if tokenizer_json is None or not wanted & texts.keys():
+        return config
+    ids = token_ids(tokenizer_json)
+    found = {name: ids[texts[name]] for name in wanted & texts.keys() if texts[name] in ids}
+    if "bos_token" in found:
+        config = replace(config, bos_id=found["bos_token"])
+    return replace(config, eos_ids=(found["eos_token"],)) if "eos_token" in found else config
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

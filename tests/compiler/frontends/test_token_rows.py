@@ -82,3 +82,17 @@ def test_no_row_without_a_token_is_generated(tmp_path: Path, temperature: float)
             executor.close()
         told.append(tokens)
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_an_end_token_that_is_known_by_name_only(tmp_path: Path, file: str) -> None:
+    path = folder(tmp_path, "named", TOKENS)
+    config = json.loads((path / "config.json").read_text())
+    for key in ("eos_token_id", "bos_token_id"):
+        config.pop(key, None)
+    (path / "config.json").write_text(json.dumps(config))
+    assert open_model(path).config.eos_ids == ()
+    (path / file).write_text('{"eos_token": "<|im_end|>", "bos_token": {"content": "<|im_start|>"}}')
+    model = open_model(path)
+    assert (model.config.eos_ids, model.config.bos_id) == ((2,), 1)
+    assert model.special_tokens == {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
