@@ -28,8 +28,8 @@ def token_ids(tokenizer_json: bytes) -> dict[str, int]:
     try:
         return dict(Tokenizer.from_buffer(tokenizer_json).get_vocab(with_added_tokens=True))
     except Exception as error:
-        found = f"a tokenizer.json that cannot be read ({str(error)[:200]})"
-        raise TokenizerError(found, "a valid tokenizer.json", "download the file again") from None
+        found = f"a tokenizer file that cannot be read ({str(error)[:200]})"
+        raise TokenizerError(found, "a file that the tokenizers library reads", "download the file again") from None
 
 
 def without_padding(model: LoadedModel) -> LoadedModel:
