@@ -17,6 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from flexspec.errors import RequestError, TokenizerError
 
+_MARKER = "a text to look for"
+
 
 class _Refusal(jinja2.TemplateError):
     """The template's own ``raise_exception``."""
@@ -63,9 +65,10 @@ def render_chat(
     if not messages:
         raise RequestError("no messages", "at least one message", "send a user message", param="messages")
     compiled = _compile(template)
+    as_parts = _wants_parts(template, tuple(sorted(specials.items())))
     try:
         return compiled.render(
-            messages=list(messages),
+            messages=[_in_parts(message) for message in messages] if as_parts else list(messages),
             tools=None,
             documents=None,
             add_generation_prompt=add_generation_prompt,
@@ -80,6 +83,26 @@ def render_chat(
         found = f"messages that the model's chat template cannot render ({type(error).__name__}: {str(error)[:200]})"
         fix = "send roles user, assistant and system with text as content"
         raise RequestError(found, "messages with a role and text content", fix, param="messages") from None
+
+
+@lru_cache(maxsize=16)
+def _wants_parts(template: str, specials: tuple[tuple[str, str], ...]) -> bool:
+    """Whether a user's text comes through as a list of parts and not as a string; found by rendering it both ways."""
+
+    def comes_through(content: str | list[dict[str, str]]) -> bool:
+        messages = [{"role": "user", "content": content}]
+        try:
+            text = _compile(template).render(messages=messages, add_generation_prompt=True, **dict(specials))
+        except Exception:  # a template can raise anything that an expression can; the request itself reports it
+            return False
+        return _MARKER in text
+
+    return not comes_through(_MARKER) and comes_through([{"type": "text", "text": _MARKER}])
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 @lru_cache(maxsize=16)

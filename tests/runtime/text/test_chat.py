@@ -90,3 +90,17 @@ def test_errors_are_typed(template: str, messages: list[Any], error: type[Flexsp
 def test_a_bad_template_fails_when_the_renderer_is_made() -> None:
     with pytest.raises(TokenizerError, match="does not compile"):
         ChatRenderer("{% for %}", {})
+
+
+_PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for c in m.content %}"
+    "{% if c.type == 'text' %}{{ c.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+_STRING = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [_PARTS, _STRING])
+def test_text_comes_through_in_the_form_that_the_template_reads(template: str) -> None:
+    """A template of parts that is given a string drops the user's text without a word."""
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    assert render_chat(template, messages) == "<system>be brief<user>hello"
