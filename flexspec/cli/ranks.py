@@ -30,11 +30,18 @@ def is_rank() -> bool:
 
 
 def check_launched(restart: int) -> None:
-    """Raises CapacityError for ``--restart`` in a rank that torchrun started: only torchrun can restart it."""
+    """Say which rank this is if torchrun's variables made it one.
+
+    Raises CapacityError for ``--restart`` then: only torchrun can restart it.
+    """
     if restart and LAUNCHER not in os.environ:
         raise CapacityError(
             "--restart under torchrun", "--restart with --ranks", "pass --max-restarts to torchrun instead"
         )
+    place = this_rank()
+    if LAUNCHER not in os.environ and place.rank == 0:  # variables that a shell inherited would have it wait for others
+        told = f"rank 0 of {place.ranks}, as RANK and WORLD_SIZE say (unset them to serve alone)"
+        print(f"flexspec serve: {told}", file=sys.stderr, flush=True)
 
 
 def run_rank(artifact: Path, options: ServeOptions, serve: Callable[[OpenLlm | None], int]) -> NoReturn:
