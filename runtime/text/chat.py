@@ -115,10 +115,10 @@ def _compile(template: str) -> jinja2.Template:
     environment.globals["strftime_now"] = _strftime_now
     try:
         return environment.from_string(template)
-    except jinja2.TemplateError as error:
-        raise _unusable(f"does not compile ({error})") from None
     except RecursionError:
         raise _unusable("is nested too deeply") from None
+    except Exception as error:  # Python compiles what Jinja writes, and has limits of its own (digits, indentation)
+        raise _unusable(f"does not compile ({type(error).__name__}: {str(error)[:200]})") from None
 
 
 def _unusable(problem: str) -> TokenizerError:

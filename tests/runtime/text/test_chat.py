@@ -72,6 +72,10 @@ def test_dates() -> None:
         (TEMPLATE, [{"role": "user", "content": None}], RequestError, "TypeError"),
         (TEMPLATE, [{"role": "user"}], RequestError, "cannot render"),
         ("{% if %}", MESSAGES, TokenizerError, "does not compile"),
+        pytest.param("{{ " + "9" * 10_000 + " }}", MESSAGES, TokenizerError, "does not compile", id="digits"),
+        pytest.param(
+            "{% if x %}" * 200 + "{% endif %}" * 200, MESSAGES, TokenizerError, "does not compile|too deeply", id="ifs"
+        ),
         ("{{ x | nofilter }}", MESSAGES, TokenizerError, "does not compile"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", MESSAGES, TokenizerError, "sandbox"),
         ("{{ messages.append(1) }}", MESSAGES, TokenizerError, "sandbox"),
