@@ -134,7 +134,7 @@ def test_a_failing_step_ends_all_micro_batches(models: Models) -> None:
 
 class TestMembers:
     def requests(self, count: int) -> list[Running]:
-        return [Running(None, lambda delta: None, 0.0) for _ in range(count)]  # type: ignore[arg-type]
+        return [Running(None, lambda delta: None, 0.0, None, 0) for _ in range(count)]  # type: ignore[arg-type]
 
     def test_they_are_shared_out_evenly(self) -> None:
         batches = MicroBatches(lambda requests: 3)
