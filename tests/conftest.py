@@ -41,6 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     silent = [item.nodeid for item in items for mark in item.iter_markers("slow") if not mark.kwargs.get("reason")]
     if silent:
         raise pytest.UsageError(f"pytest.mark.slow needs reason=...: {', '.join(silent)}")
+    changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if changing:  # xdist wants the same ids in every process
+        raise pytest.UsageError(f"ids with an address in memory: {', '.join(changing[:3])}")
     # The longest files first: one of two minutes that comes last would leave the other workers idle.
     items.sort(key=lambda item: 0 if item.get_closest_marker("real") else 1 if item.get_closest_marker("ranks") else 2)
 
