@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,7 +72,8 @@ def _serve_on_port(args: argparse.Namespace, options: ServeOptions, open_llm: Op
     from flexspec.cli.serving.http_options import reserve_address
     from flexspec.host.open_files import raise_open_files
 
-    faulthandler.enable(all_threads=False)  # a mapped weight file that is cut (SIGBUS) ends the process with a word
+    with suppress(OSError, RuntimeError):  # no stderr, or one without a descriptor: nothing could be said there
+        faulthandler.enable(all_threads=False)  # a mapped weight file that is cut (SIGBUS) ends the process with a word
     if (few := raise_open_files()) is not None:
         print(f"flexspec serve: {few}", file=sys.stderr, flush=True)
     with reserve_address(args) as listener:  # a busy port must fail before any weight is read
